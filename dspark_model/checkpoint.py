@@ -1,0 +1,309 @@
+"""Reading and writing drafter checkpoints: files, names, strictness, memory.
+
+Data goes through `safetensors`, repos through `huggingface_hub`.  Loading is strict in both directions: missing, surplus and
+mis-shaped tensors are collected and raised together.
+"""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from dspark_model.config import DrafterConfig
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded as it is; the message names the file or the tensors and says what to do."""
+
+
+class EmbeddingChoice(StrEnum):
+    """Whose embedding table the drafter uses."""
+
+    AUTO = "auto"
+    OWN = "own"
+    TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTables:
+    """The target's tables, [V', hidden]; None where the caller has none to give."""
+
+    lm_head: torch.Tensor | None
+    embed_tokens: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint: the file that has it, its name there, its shape."""
+
+    file: Path
+    stored_name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """An opened checkpoint: its folder and its tensors by the names this package uses."""
+
+    folder: Path
+    tensors: dict[str, TensorEntry]
+
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+EMBED_TOKENS = "embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+# (pattern, replacement) applied in order to a stored name; SpecForge and TensorRT-LLM spellings on the left.
+RENAMES = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^fc\."), "context_proj."),
+    (re.compile(r"^hidden_norm\."), "context_norm."),
+    (re.compile(r"^norm\."), "final_norm."),
+    (re.compile(r"^markov_(w[12])\."), r"markov_head.markov_\1."),
+    (re.compile(r"^confidence_proj\."), "confidence_head.proj."),
+)
+
+# Bytes moved per read.  The file is opened anew for each read, so that no more than this of it is mapped at a time.
+_READ_BYTES = 32 << 20
+
+
+def canonical_name(stored: str) -> str:
+    """The parameter name that a stored tensor name stands for."""
+    for pattern, replacement in RENAMES:
+        stored = pattern.sub(replacement, stored)
+    return stored
+
+
+def open_checkpoint(
+    path_or_repo_id: str | Path, *, revision: str | None, cache_dir: str | Path | None, local_files_only: bool
+) -> CheckpointFiles:
+    """Find the checkpoint's files and read their headers.
+
+    Raises:
+        CheckpointError: nothing is there, a shard that the index names is missing, a file is damaged, or two stored names
+            stand for one parameter.
+    """
+    folder = _find_folder(path_or_repo_id, revision, cache_dir, local_files_only)
+    tensors: dict[str, TensorEntry] = {}
+    for file, expected in _weight_files(folder):
+        shapes = _read_shapes(file)
+        if expected is not None and expected != set(shapes):
+            raise CheckpointError(
+                f"{file} does not hold what {INDEX_FILE} says: missing {sorted(expected - set(shapes))}, "
+                f"surplus {sorted(set(shapes) - expected)}; download the checkpoint again"
+            )
+        for stored, shape in shapes.items():
+            name = canonical_name(stored)
+            if name in tensors:
+                other = tensors[name]
+                raise CheckpointError(
+                    f"{stored} in {file.name} and {other.stored_name} in {other.file.name} are both {name}; keep one"
+                )
+            tensors[name] = TensorEntry(file, stored, shape)
+    return CheckpointFiles(folder, tensors)
+
+
+def _find_folder(source: str | Path, revision: str | None, cache_dir: str | Path | None, local_only: bool) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"revision {revision!r} was given, but {source} is a local folder and has no revisions")
+        return folder
+    try:
+        return Path(
+            snapshot_download(
+                str(source),
+                revision=revision,
+                cache_dir=cache_dir,
+                local_files_only=local_only,
+                allow_patterns=["config.json", "*.safetensors", INDEX_FILE],
+            )
+        )
+    except HFValidationError:
+        raise CheckpointError(f"{source} is neither a folder nor a repo id of the form owner/name") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{source} is not a folder, and revision {revision or 'main'} of a repo of that name is not in the local cache, "
+            f"while the hub could not be reached or offline mode (local_files_only or HF_HUB_OFFLINE) is on; "
+            f"download it first or give a local folder ({error})"
+        ) from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"the hub refused {source} at revision {revision or 'main'}: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[tuple[Path, set[str] | None]]:
+    """Weight files with the stored names that the index promises for each (None without an index)."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        single = folder / SINGLE_FILE
+        if not single.exists():
+            raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; it is no drafter checkpoint")
+        return [(single, None)]
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        by_file: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            by_file.setdefault(file, set()).add(name)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error!r}); download it again") from None
+    missing = [name for name in sorted(by_file) if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{INDEX_FILE} in {folder} names shards that are not there: {missing}; download them again")
+    return [(folder / name, by_file[name]) for name in sorted(by_file)]
+
+
+def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged or cut short ({error}); download it again") from error
+
+
+def load_model(
+    model_class: type[nn.Module],
+    config: DrafterConfig,
+    files: CheckpointFiles,
+    tables: TargetTables,
+    *,
+    embedding: EmbeddingChoice | str,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    ignore_tensors: Iterable[str],
+) -> nn.Module:
+    """Build `model_class` with every parameter read from `files`, or from the target's tables; see `from_pretrained`."""
+    dtype = getattr(torch, config.dtype) if dtype is None else dtype
+    device = torch.device(device)
+    stored = {name: entry for name, entry in files.tensors.items() if entry.stored_name not in set(ignore_tensors)}
+    own_embedding = _use_own_embedding(EmbeddingChoice(embedding), stored, tables)
+    embed_tokens = None if own_embedding else tables.embed_tokens
+    lm_head = tables.lm_head
+    if lm_head is None:
+        if LM_HEAD not in stored:
+            raise CheckpointError(
+                f"{files.folder} has no {LM_HEAD}, as usual for a drafter, and no lm_head was given; pass the target's "
+                "(lm_head=target.lm_head.weight)"
+            )
+        lm_head = _read_tensor(stored[LM_HEAD], dtype, device)
+    _check_placement({"lm_head": lm_head, "target_embed_tokens": embed_tokens}, dtype, device)
+    with torch.device("meta"):
+        model = model_class(config, lm_head=lm_head, target_embed_tokens=embed_tokens)
+    unused = {LM_HEAD} if own_embedding else {LM_HEAD, EMBED_TOKENS}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters() if tensor.is_meta}
+    _check_names(files.folder, wanted, {name: entry for name, entry in stored.items() if name not in unused})
+    for name in wanted:
+        module = model.get_submodule(name.rpartition(".")[0])
+        weight = nn.Parameter(_read_tensor(stored[name], dtype, device), requires_grad=False)
+        module.register_parameter(name.rpartition(".")[2], weight)
+    return model.eval()
+
+
+def _use_own_embedding(choice: EmbeddingChoice, stored: dict[str, TensorEntry], tables: TargetTables) -> bool:
+    own = EMBED_TOKENS in stored
+    if choice is EmbeddingChoice.OWN and not own:
+        raise CheckpointError(f"embedding=own, but the checkpoint has no {EMBED_TOKENS}; use embedding=target")
+    use_own = own and choice is not EmbeddingChoice.TARGET
+    if not use_own and tables.embed_tokens is None:
+        reason = "embedding=target" if own else f"the checkpoint has no {EMBED_TOKENS}"
+        raise CheckpointError(f"{reason}, and target_embed_tokens was not given; pass the target's embedding table")
+    return use_own
+
+
+def _check_placement(tables: dict[str, torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> None:
+    for name, table in tables.items():
+        if table is None:
+            continue
+        same_device = table.device.type == device.type and device.index in (None, table.device.index)
+        if table.dtype is not dtype or not same_device:
+            raise ValueError(
+                f"{name} is {table.dtype} on {table.device}, but the drafter is loaded as {dtype} on {device}; "
+                f"pass {name}.to({str(device)!r}, {dtype}) or load the drafter with that dtype and device"
+            )
+
+
+def _check_names(folder: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, TensorEntry]) -> None:
+    problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in stored]
+    problems += [f"surplus: {entry.stored_name}" for name, entry in stored.items() if name not in wanted]
+    problems += [
+        f"shape: {stored[name].stored_name} is {list(stored[name].shape)}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the tensors in {folder} do not fit its config.json ({len(problems)} problems):\n  " + "\n  ".join(problems)
+        )
+
+
+def _read_tensor(entry: TensorEntry, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Read one tensor straight into its final dtype and device, a bounded number of bytes at a time."""
+    result = torch.empty(entry.shape, dtype=dtype, device=device)
+    if not entry.shape:
+        raise CheckpointError(f"{entry.stored_name} in {entry.file} is a scalar; no drafter tensor is one")
+    row_bytes = max(result[:1].numel() * 4, 1)
+    step = max(_READ_BYTES // row_bytes, 1)
+    for start in range(0, entry.shape[0], step):
+        try:
+            with safe_open(entry.file, framework="pt") as reader:
+                rows = reader.get_slice(entry.stored_name)[start : start + step]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{entry.file} could not be read ({error}); download it again") from error
+        if not rows.is_floating_point():
+            raise CheckpointError(
+                f"{entry.stored_name} in {entry.file} is stored as {rows.dtype}; quantised weights are not supported"
+            )
+        result[start : start + step].copy_(rows)
+    return result
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """Write the drafter's own parameters and config; see `MLADSparkForCausalLM.save_pretrained`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = {EMBED_TOKENS} if model.embedding_source == "target" else set()
+    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items() if name not in shared}
+    config = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
+    _replace(folder / SINGLE_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    _replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
+    index = folder / INDEX_FILE
+    if index.exists():
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        index.unlink()
+        for shard in shards - {SINGLE_FILE}:
+            (folder / shard).unlink(missing_ok=True)
+
+
+def _replace(path: Path, write) -> None:
+    """Write beside `path`, then move into place, so that an interrupted save leaves the old file whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    os.close(handle)
+    try:
+        write(Path(temporary))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def embeddings_bit_equal(drafter_table: torch.Tensor, target_table: torch.Tensor) -> bool:
+    """Whether two embedding tables hold the same bits in the rows that both have (vocabularies may be padded).
+
+    Tables of different dtype or width are not equal.
+    """
+    rows = min(drafter_table.shape[0], target_table.shape[0])
+    ours, theirs = drafter_table.detach()[:rows].cpu(), target_table.detach()[:rows].cpu()
+    if ours.dtype is not theirs.dtype or ours.shape != theirs.shape:
+        return False
+    return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))

@@ -1,0 +1,36 @@
+"""The Markov head and the confidence head."""
+
+import torch
+from torch import nn
+
+from dspark_model import ops
+from dspark_model.config import DrafterConfig
+
+
+class MarkovHead(nn.Module):
+    """Low-rank bias on the logits from the token before: W2 W1[previous]."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+
+    def forward(self, previous_tokens: torch.Tensor) -> torch.Tensor:
+        """Bias of previous_tokens int64 [...]: float32 [..., V]."""
+        rows = self.markov_w1(previous_tokens)
+        return ops.fp32_linear(rows.flatten(0, -2), self.markov_w2.weight).unflatten(0, previous_tokens.shape)
+
+
+class ConfidenceHead(nn.Module):
+    """w . [hidden ; W1[previous]] + b: the logit of P(draft accepted | the drafts before it accepted)."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.confidence_input_size, 1)
+
+    def forward(self, final_hidden: torch.Tensor, previous_rows: torch.Tensor | None) -> torch.Tensor:
+        """final_hidden [B, K, H] after `final_norm`; previous_rows [B, K, R], the W1 rows of the tokens before, or None
+        for a head without Markov input.  Returns float32 logits [B, K]."""
+        parts = (final_hidden,) if previous_rows is None else (final_hidden, previous_rows)
+        inputs = torch.cat(parts, dim=-1).float()
+        return (inputs @ self.proj.weight[0].float()) + self.proj.bias.float()

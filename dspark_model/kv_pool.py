@@ -1,0 +1,252 @@
+"""The paged single-latent pool: storage, page tables, shared prefixes, and pools that belong to an outside engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark_model import ops
+from dspark_model.config import DrafterConfig
+from dspark_model.page_allocator import CapacityError, PageAllocator
+from dspark_model.serving_config import Layout, PoolConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixHandle:
+    """Context rows 0 .. num_tokens - 1 of some request, kept for later ones: whole pages by reference, the rows of a last,
+    partly filled page as a private copy."""
+
+    num_tokens: int
+    full_pages: tuple[int, ...]
+    tail_page: int | None
+
+
+class PagedLatents:
+    """What a worker needs of any pool.
+
+    layer_views: one tensor [pages, page_size, D] per layer, any stride between pages, D = kv_lora_rank + qk_rope_head_dim.
+    page_table: int32 [max_requests, P], -1 where a slot has no page; num_pages: int64 [max_requests].
+    """
+
+    def __init__(self, config: PoolConfig, drafter: DrafterConfig, layer_views: Sequence[torch.Tensor]):
+        self.config = config
+        self.layer_views = tuple(layer_views)
+        device = self.layer_views[0].device
+        # A request holds its context and, behind it, the block's own rows (K + 1 with the plain slot rule).
+        self.max_rows = config.max_positions + config.num_drafts + 1
+        self.page_table = torch.full((config.max_requests, self.pages_for(self.max_rows)), -1, dtype=torch.int32, device=device)
+        self.num_pages = torch.zeros(config.max_requests, dtype=torch.int64, device=device)
+        _check_views(self.layer_views, config, drafter)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer_views[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer_views[0].device
+
+    def pages_for(self, rows: int) -> int:
+        return -(-rows // self.config.page_size)
+
+    def _set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        row = torch.full((self.page_table.shape[1],), -1, dtype=torch.int32)
+        row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.page_table[slot] = row.to(self.device)
+        self.num_pages[slot] = len(pages)
+
+
+class LatentKVPool(PagedLatents):
+    """A pool that owns its memory and hands out its pages.
+
+    It keeps exactly kv_lora_rank + qk_rope_head_dim values a token and layer: 5,760 bytes a token at Kimi K3's shape in
+    bf16.  Memory is not cleared: a row is written before it is read.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        drafter: DrafterConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        layers, pages, width = drafter.num_hidden_layers, config.num_pages, drafter.latent_dim
+        if config.layout is Layout.LAYER_MAJOR:
+            self.storage = torch.empty((layers, pages, config.page_size, width), dtype=dtype, device=device)
+            views = self.storage.unbind(0)
+        else:
+            self.storage = torch.empty((pages, layers, config.page_size, width), dtype=dtype, device=device)
+            views = self.storage.unbind(1)
+        super().__init__(config, drafter, views)
+        self._allocator = PageAllocator(pages)
+        self._pages: dict[int, list[int]] = {}
+        self._promised: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.nbytes // (self.config.num_pages * self.config.page_size)
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are neither held nor promised."""
+        return self._allocator.available
+
+    @property
+    def num_held_pages(self) -> int:
+        return self._allocator.num_held
+
+    def pages_of(self, slot: int) -> tuple[int, ...]:
+        return tuple(self._pages[slot])
+
+    def open(self, slot: int, max_rows: int, prefix: PrefixHandle | None, what: str) -> None:
+        """Admit a slot that will hold at most `max_rows` rows, with the rows of `prefix` already there.
+
+        Raises:
+            CapacityError: the pages for it cannot be promised; nothing was changed.
+        """
+        shared = list(prefix.full_pages) if prefix else []
+        needed = self.pages_for(max_rows) - len(shared)
+        self._allocator.promise(needed, what)
+        self._allocator.share(shared)
+        self._pages[slot], self._promised[slot] = shared, needed
+        if prefix and prefix.tail_page is not None:
+            self._grow(slot, len(shared) + 1)
+            self._copy_rows(prefix.tail_page, self._pages[slot][-1], prefix.num_tokens % self.config.page_size)
+        self._set_pages(slot, self._pages[slot])
+
+    def begin_step(self, rows: Mapping[int, int], block_table: torch.Tensor | None) -> dict[int, int]:
+        """Make sure that each slot has pages for that many rows; returns what `cancel_step` needs to undo it.
+
+        Cannot fail for rows within what `open` promised.
+        """
+        if block_table is not None:
+            raise ValueError("block_table was given, but this pool allocates its own pages; leave it out")
+        before = {slot: len(self._pages[slot]) for slot in rows}
+        for slot, count in rows.items():
+            if self._grow(slot, self.pages_for(count)):
+                self._set_pages(slot, self._pages[slot])
+        return before
+
+    def cancel_step(self, before: dict[int, int]) -> None:
+        """Return the pages that `begin_step` added."""
+        for slot, count in before.items():
+            added = self._pages[slot][count:]
+            if added:
+                del self._pages[slot][count:]
+                self._allocator.untake(added)
+                self._promised[slot] += len(added)
+                self._set_pages(slot, self._pages[slot])
+
+    def close(self, slot: int) -> None:
+        """Release everything that the slot holds or was promised."""
+        self._allocator.drop(self._pages.pop(slot))
+        self._allocator.withdraw(self._promised.pop(slot))
+        self._set_pages(slot, ())
+
+    def retain_prefix(self, slot: int, num_tokens: int) -> PrefixHandle:
+        """Keep the slot's first `num_tokens` rows beyond its life; needs one page when they end inside a page.
+
+        Raises:
+            CapacityError: that page is not there; nothing was changed.
+        """
+        full, tail = divmod(num_tokens, self.config.page_size)
+        tail_page = None
+        if tail:
+            self._allocator.promise(1, f"the partly filled last page of a prefix of {num_tokens} tokens")
+            (tail_page,) = self._allocator.take(1)
+            self._copy_rows(self._pages[slot][full], tail_page, tail)
+        pages = self._pages[slot][:full]
+        self._allocator.share(pages)
+        return PrefixHandle(num_tokens, tuple(pages), tail_page)
+
+    def release_prefix(self, handle: PrefixHandle) -> None:
+        """Give up a prefix; requests that were opened with it keep their rows."""
+        tail = [] if handle.tail_page is None else [handle.tail_page]
+        self._allocator.drop([*handle.full_pages, *tail])
+
+    def _grow(self, slot: int, count: int) -> bool:
+        missing = count - len(self._pages[slot])
+        if missing <= 0:
+            return False
+        if missing > self._promised[slot]:
+            raise CapacityError(f"slot {slot} needs {missing} more pages but was promised {self._promised[slot]}")
+        self._pages[slot] += self._allocator.take(missing)
+        self._promised[slot] -= missing
+        return True
+
+    def _copy_rows(self, source: int, destination: int, rows: int) -> None:
+        for view in self.layer_views:
+            view[destination, :rows] = view[source, :rows]
+
+
+class ExternalLatentPool(PagedLatents):
+    """A pool in memory of an outside engine, which also decides who owns which page.
+
+    layer_views: one tensor [pages, page_size, D] per layer, any strides between pages.  Each step brings `block_table`,
+    integer [requests of the step, P], with value = page x `divisor` or below 0 for "no page".
+    """
+
+    def __init__(self, config: PoolConfig, drafter: DrafterConfig, layer_views: Sequence[torch.Tensor], *, divisor: int = 1):
+        if divisor < 1:
+            raise ValueError(f"divisor is {divisor}, wanted a whole number of at least 1 (encoded offset = page x divisor)")
+        super().__init__(config, drafter, layer_views)
+        self.divisor = divisor
+
+    def open(self, slot: int, max_rows: int, prefix: PrefixHandle | None, what: str) -> None:
+        """Start with no page; the engine's table comes with each step."""
+        if prefix is not None:
+            raise ValueError("the outside engine shares the pages of an external pool; pass no prefix")
+        self._set_pages(slot, ())
+
+    def begin_step(self, rows: Mapping[int, int], block_table: torch.Tensor | None) -> dict[int, torch.Tensor]:
+        """Take over the engine's table for the step's slots, in the order of `rows`.
+
+        Raises:
+            ValueError: the table is missing, has another number of rows, or names pages that the pool does not have.
+        """
+        if block_table is None:
+            raise ValueError("an external pool needs StepInput.block_table, the encoded offsets of the step's requests")
+        if block_table.ndim != 2 or block_table.shape[0] != len(rows) or block_table.dtype.is_floating_point:
+            raise ValueError(
+                f"block_table is {block_table.dtype} {list(block_table.shape)}, wanted integer [{len(rows)}, pages]: "
+                "one row per request of the step, context requests first, dummy rows left out"
+            )
+        num_pages, table = ops.decode_block_table(block_table.to(self.device), self.divisor)
+        limit = self.layer_views[0].shape[0]
+        if table.numel() and int(table.max()) >= limit:
+            raise ValueError(f"block_table names page {int(table.max())}, but the pool has {limit}; check the divisor")
+        width = min(table.shape[1], self.page_table.shape[1])
+        before = {}
+        for index, slot in enumerate(rows):
+            before[slot] = self.page_table[slot].clone()
+            self.page_table[slot] = -1
+            self.page_table[slot, :width] = table[index, :width]
+            self.num_pages[slot] = num_pages[index].clamp(max=width)
+        return before
+
+    def cancel_step(self, before: dict[int, torch.Tensor]) -> None:
+        for slot, row in before.items():
+            self.page_table[slot] = row
+            self.num_pages[slot] = (row >= 0).sum()
+
+    def close(self, slot: int) -> None:
+        self._set_pages(slot, ())
+
+
+def _check_views(views: tuple[torch.Tensor, ...], config: PoolConfig, drafter: DrafterConfig) -> None:
+    if len(views) != drafter.num_hidden_layers:
+        raise ValueError(f"{len(views)} layer views were given, wanted one for each of {drafter.num_hidden_layers} layers")
+    first = views[0]
+    for index, view in enumerate(views):
+        wanted = (first.shape[0], config.page_size, drafter.latent_dim)
+        if tuple(view.shape) != wanted:
+            raise ValueError(f"layer view {index} has shape {list(view.shape)}, wanted [pages, page_size, D] = {list(wanted)}")
+        if view.dtype is not first.dtype or view.device != first.device:
+            raise ValueError(f"layer view {index} is {view.dtype} on {view.device}, view 0 {first.dtype} on {first.device}")
+        if view.stride(-1) != 1:
+            raise ValueError(f"layer view {index} has stride {view.stride(-1)} between the values of a row, wanted 1")

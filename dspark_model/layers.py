@@ -1,0 +1,78 @@
+"""Building blocks of a drafter layer: norm, gated MLP, MLA projections."""
+
+import torch
+from torch import nn
+
+from dspark_model import ops
+from dspark_model.config import DrafterConfig
+
+
+class RMSNorm(nn.Module):
+    """`ops.rms_norm` with its weight."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(z)) * up(z)); the product is computed in float32 and rounded once."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(z), self.up_proj(z)
+        product = nn.functional.silu(gate.float()) * up.float()
+        return self.down_proj(product.to(z.dtype))
+
+
+class MLAAttention(nn.Module):
+    """The projections of multi-head latent attention, with W_UK absorbed into the query and W_UV applied after attention.
+
+    Rows of the weights: `q_b_proj` per head nope then rope; `kv_a_proj_with_mqa` latent then k_pe; `kv_b_proj` per head
+    key then value.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        heads, eps = config.num_attention_heads, config.rms_norm_eps
+        self.config = config
+        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, heads * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, config.latent_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps)
+        kv_b_rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        self.kv_b_proj = nn.Linear(config.kv_lora_rank, kv_b_rows, bias=False)
+        self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False)
+
+    def latents(self, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Pool rows of x: [..., hidden] and cos_sin float32 [..., r] to [..., D]."""
+        return ops.latent_norm_rope(self.kv_a_proj_with_mqa(x), self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, cos_sin)
+
+    def queries(self, y: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Absorbed queries of y [B, N, hidden] with cos_sin float32 [B, N, r]: [B, N, heads, D]."""
+        config = self.config
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(y)))
+        q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        q_nope, q_pe = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+        absorbed = torch.einsum("bnhd,hdc->bnhc", q_nope, self._kv_b_per_head()[0])
+        return torch.cat((absorbed, ops.rope_rotate(q_pe, cos_sin[..., None, :])), dim=-1)
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """W_UV and o_proj over attended latents [B, N, heads, kv_lora_rank]: [B, N, hidden]."""
+        values = torch.einsum("bnhc,hvc->bnhv", attended, self._kv_b_per_head()[1])
+        return self.o_proj(values.flatten(-2))
+
+    def _kv_b_per_head(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of kv_b_proj: keys [heads, nope, kv_lora_rank] and values [heads, v_head_dim, kv_lora_rank]."""
+        per_head = self.kv_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1))
+        return per_head.split((self.config.qk_nope_head_dim, self.config.v_head_dim), dim=1)

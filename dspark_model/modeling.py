@@ -1,0 +1,236 @@
+"""`MLADSparkForCausalLM`: the drafter as an `nn.Module`, config-driven, in readable torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dspark_model import checkpoint, ops
+from dspark_model.config import DrafterConfig
+from dspark_model.heads import ConfidenceHead, MarkovHead
+from dspark_model.layers import GatedMLP, MLAAttention, RMSNorm
+from dspark_model.ops import BlockRows
+
+
+@dataclass(frozen=True, slots=True)
+class BlockContext:
+    """What the layers of one block decode share.
+
+    layer_views: L tensors [pages, page_size, D]; page_table: int32 [B, P]; context_lens: int64 [B]; rows: the block's own
+    rows; cos_sin: float32 [B, N, r] for them; max_seq_len: host bound on rows.seq_lens.
+    """
+
+    layer_views: Sequence[torch.Tensor]
+    page_table: torch.Tensor
+    context_lens: torch.Tensor
+    rows: BlockRows
+    cos_sin: torch.Tensor
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDraft:
+    """One drafted block; B requests, K drafts.
+
+    draft_tokens: int64 [B, K].  base_logits, biased_logits: float32 [B, K, V], before and after the Markov bias.
+    confidence_logits: float32 [B, K], or None for a drafter without that head.
+    """
+
+    draft_tokens: torch.Tensor
+    base_logits: torch.Tensor
+    biased_logits: torch.Tensor
+    confidence_logits: torch.Tensor | None
+
+
+class DrafterLayer(nn.Module):
+    """h = x + attention(input_layernorm(x)); h + mlp(post_attention_layernorm(h)); sums in the model's dtype."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = MLAAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        """x [B, N, H] to [B, N, H]; writes the block's latents into layer_view before attending."""
+        y = self.input_layernorm(x)
+        latents = self.self_attn.latents(y, context.cos_sin)
+        ops.latent_store((layer_view,), latents[None], context.rows.where)
+        attended = ops.block_attention(
+            self.self_attn.queries(y, context.cos_sin),
+            layer_view,
+            context.page_table,
+            context.context_lens,
+            context.rows.seq_lens,
+            kv_lora_rank=self.config.kv_lora_rank,
+            softmax_scale=self.config.softmax_scale,
+            max_seq_len=context.max_seq_len,
+            causal=self.config.is_causal,
+        )
+        h = x + self.self_attn.output(attended)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class MLADSparkForCausalLM(nn.Module):
+    """An MLA-shaped DSpark drafter.
+
+    Parameter names are the checkpoint's own.  The head is always the target's, and so is the embedding where the
+    checkpoint has none: both are held without a copy and are not part of the drafter's checkpoint.
+    """
+
+    def __init__(self, config: DrafterConfig, *, lm_head: torch.Tensor, target_embed_tokens: torch.Tensor | None = None):
+        """A drafter with torch's default initial weights; `from_pretrained` is the way to a trained one.
+
+        lm_head: the target's output table [V', hidden_size], V' >= vocab_size; rows past vocab_size are never used.
+        target_embed_tokens: the target's embedding [V', hidden_size]; None gives the drafter a table of its own.
+
+        Raises:
+            ValueError: a table has the wrong shape, or the two differ in dtype or device.
+        """
+        super().__init__()
+        _check_table("lm_head", lm_head, config, like=lm_head)
+        self.config = config
+        self.embedding_source = "checkpoint" if target_embed_tokens is None else "target"
+        self.register_buffer("lm_head", lm_head.detach()[: config.vocab_size], persistent=False)
+        if target_embed_tokens is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            _check_table("target_embed_tokens", target_embed_tokens, config, like=lm_head)
+            self.embed_tokens = nn.Embedding.from_pretrained(target_embed_tokens.detach()[: config.vocab_size])
+        self.mask_embedding = nn.Embedding(1, config.hidden_size) if config.mask_embedding else None
+        if config.fc_norm:
+            norms = (RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.target_layer_ids)
+            self.fc_norm = nn.ModuleList(norms)
+        else:
+            self.fc_norm = None
+        self.context_proj = nn.Linear(config.context_width, config.hidden_size, bias=False)
+        self.context_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo_id: str | Path,
+        *,
+        lm_head: torch.Tensor | None = None,
+        target_embed_tokens: torch.Tensor | None = None,
+        embedding: checkpoint.EmbeddingChoice | str = checkpoint.EmbeddingChoice.AUTO,
+        revision: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        ignore_config_keys: tuple[str, ...] = (),
+        ignore_tensors: tuple[str, ...] = (),
+    ) -> "MLADSparkForCausalLM":
+        """Load a drafter from a local folder or a Hugging Face repo.
+
+        lm_head: the target's head [V', hidden_size] in the final dtype, on `device`; not copied.  May be left out only
+            when the checkpoint has an `lm_head.weight` of its own.
+        target_embed_tokens: the target's embedding, used when the checkpoint has none or `embedding` says so.
+        embedding: `auto` (the checkpoint's own table when present, else the target's), `own` or `target`.
+        revision: branch, tag or commit of the drafter's repo.
+        dtype: dtype of the weights; None keeps the checkpoint's `torch_dtype`.
+        device: where the weights go, straight from the file.
+        ignore_config_keys, ignore_tensors: names that are known to be harmless and would be refused otherwise.
+
+        Raises:
+            ConfigError: `config.json` is incomplete, contradictory or asks for what is not supported.
+            CheckpointError: a file is missing or damaged, or tensors are missing, surplus or mis-shaped (all of them are
+                named together), or a table that must come from the target was not given.
+            ValueError: lm_head or target_embed_tokens has the wrong shape, dtype or device.
+        """
+        files = checkpoint.open_checkpoint(
+            path_or_repo_id, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only
+        )
+        config = DrafterConfig.from_file(files.folder / "config.json", ignore_keys=ignore_config_keys)
+        tables = checkpoint.TargetTables(lm_head=lm_head, embed_tokens=target_embed_tokens)
+        return checkpoint.load_model(
+            cls, config, files, tables, embedding=embedding, dtype=dtype, device=device, ignore_tensors=ignore_tensors
+        )
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `config.json` and `model.safetensors` in the format that `from_pretrained` reads, creating `folder`.
+
+        The target's tables are left out.  An existing checkpoint in the folder is replaced.
+        """
+        checkpoint.save_model(self, Path(folder))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.context_proj.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.context_proj.weight.device
+
+    @property
+    def mask_row(self) -> torch.Tensor:
+        """The row of a mask slot, [hidden]: the trained one when the checkpoint has it, else the mask token's."""
+        if self.mask_embedding is not None:
+            return self.mask_embedding.weight[0]
+        return self.embed_tokens.weight[self.config.mask_token_id]
+
+    def project_context(self, target_hidden: torch.Tensor) -> torch.Tensor:
+        """Context of target rows: [M, T * E] to [M, hidden]: context_norm(context_proj(taps)), taps normed first where
+        the checkpoint has `fc_norm`."""
+        if self.fc_norm is not None:
+            taps = target_hidden.unflatten(-1, (self.config.num_context_features, -1))
+            normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps.unbind(-2), strict=True)]
+            target_hidden = torch.cat(normed, dim=-1)
+        return self.context_norm(self.context_proj(target_hidden))
+
+    def context_latents(self, context: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Pool rows of context rows for every layer: [M, hidden] and float32 [M, r] to [L, M, D].  There is no
+        input_layernorm on this path."""
+        return torch.stack([layer.self_attn.latents(context, cos_sin) for layer in self.layers])
+
+    def embed_block(self, anchors: torch.Tensor, rows: int) -> torch.Tensor:
+        """[anchor, mask, ..., mask] of anchors int64 [B]: [B, rows, hidden]."""
+        return ops.noise_block(anchors, self.embed_tokens.weight, self.mask_row, rows)
+
+    def decode_block(self, x: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        """The layers and `final_norm` over one block: [B, N, hidden] to [B, N, hidden]; writes the block's latents."""
+        for layer, view in zip(self.layers, context.layer_views, strict=True):
+            x = layer(x, view, context)
+        return self.final_norm(x)
+
+    def draft(
+        self,
+        final_hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        *,
+        temperatures: torch.Tensor | None = None,
+        uniforms: torch.Tensor | None = None,
+    ) -> BlockDraft:
+        """Head, Markov chain and confidence over the rows that predict drafts.
+
+        final_hidden: [B, K, hidden], see `slots.draft_rows`; anchors: int64 [B]; temperatures and uniforms as in
+        `ops.markov_chain`.
+        """
+        base = ops.fp32_linear(final_hidden.flatten(0, 1), self.lm_head).unflatten(0, final_hidden.shape[:2])
+        head = self.markov_head
+        tables = (None, None) if head is None else (head.markov_w1.weight, head.markov_w2.weight)
+        chain = ops.markov_chain(base, anchors, *tables, temperatures=temperatures, uniforms=uniforms)
+        confidence = None
+        if self.confidence_head is not None:
+            rows = head.markov_w1(chain.previous_tokens) if self.config.confidence_head_with_markov else None
+            confidence = self.confidence_head(final_hidden, rows)
+        return BlockDraft(chain.draft_tokens, base, chain.biased_logits, confidence)
+
+
+def _check_table(name: str, table: torch.Tensor, config: DrafterConfig, like: torch.Tensor) -> None:
+    wanted = f"[at least {config.vocab_size}, {config.hidden_size}]"
+    if table.ndim != 2 or table.shape[0] < config.vocab_size or table.shape[1] != config.hidden_size:
+        raise ValueError(f"{name} has shape {list(table.shape)}, wanted {wanted}; pass the target's own table")
+    if table.dtype is not like.dtype or table.device != like.device:
+        raise ValueError(
+            f"{name} is {table.dtype} on {table.device} but lm_head is {like.dtype} on {like.device}; convert one of them"
+        )

@@ -1,0 +1,37 @@
+"""The package's operations, one per file: contract, torch reference, checks.
+
+A reference is plain torch, spells out every rounding point and is the specification of its op: any faster
+implementation is held to it.  Rounding rule throughout: norms, weights, rotations, logits and softmax are computed in
+float32, and a result is rounded once, when it is stored in the tensor's dtype.
+"""
+
+from dspark_model.ops.block_attention import block_attention
+from dspark_model.ops.block_fixup import BlockRows, block_fixup
+from dspark_model.ops.decode_block_table import decode_block_table
+from dspark_model.ops.fp32_linear import fp32_linear
+from dspark_model.ops.latent_norm_rope import latent_norm_rope
+from dspark_model.ops.latent_store import latent_store
+from dspark_model.ops.length_advance import LengthAdvance, length_advance
+from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain
+from dspark_model.ops.noise_block import noise_block
+from dspark_model.ops.rms_norm import rms_norm
+from dspark_model.ops.rope_rotate import rope_rotate
+from dspark_model.ops.row_addresses import row_addresses
+
+__all__ = [
+    "BlockRows",
+    "LengthAdvance",
+    "MarkovChainOutput",
+    "block_attention",
+    "block_fixup",
+    "decode_block_table",
+    "fp32_linear",
+    "latent_norm_rope",
+    "latent_store",
+    "length_advance",
+    "markov_chain",
+    "noise_block",
+    "rms_norm",
+    "rope_rotate",
+    "row_addresses",
+]

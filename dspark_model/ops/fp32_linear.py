@@ -1,0 +1,19 @@
+"""Linear map with float32 results: logits, the Markov bias and confidence accumulate in float32."""
+
+import torch
+
+# Rows of the weight that are widened at a time where no mixed-precision product exists: bounds the extra memory.
+_ROWS_PER_CHUNK = 8192
+
+
+def fp32_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T accumulated and returned in float32, whatever the operands' dtype.
+
+    x: [M, H]; weight: [V, H], same dtype as x.  Returns float32 [M, V].
+    """
+    if x.dtype is torch.float32:
+        return x @ weight.T
+    if x.is_cuda:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    x32 = x.float()
+    return torch.cat([x32 @ rows.float().T for rows in weight.split(_ROWS_PER_CHUNK)], dim=-1)

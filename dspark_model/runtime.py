@@ -1,0 +1,110 @@
+"""Which fast paths are in force, and why: `RuntimeConfig` resolved against the machine, the model and the pool."""
+
+import logging
+from dataclasses import dataclass, fields
+
+import torch
+
+from dspark_model.config_keys import ConfigError
+from dspark_model.serving_config import (
+    Attention,
+    Gemm,
+    KvDtype,
+    LatentNormRope,
+    MergedQkvA,
+    RuntimeConfig,
+    Switch,
+)
+
+logger = logging.getLogger("dspark_model")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One resolved field of `RuntimeConfig`: what was asked for, what runs, and the reason."""
+
+    name: str
+    requested: str
+    in_force: str
+    reason: str
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether `auto` did without a fast path that the field offers."""
+        return self.requested == "auto" and self.in_force == "off"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRuntime:
+    """What a step runs with: one `Choice` per field of `RuntimeConfig`, in its order."""
+
+    choices: tuple[Choice, ...]
+
+    def __getitem__(self, name: str) -> Choice:
+        for choice in self.choices:
+            if choice.name == name:
+                return choice
+        raise KeyError(f"no runtime field {name!r}; fields: {', '.join(choice.name for choice in self.choices)}")
+
+    @property
+    def fallbacks(self) -> tuple[Choice, ...]:
+        return tuple(choice for choice in self.choices if choice.fell_back)
+
+
+# Fast paths and backends that this version does not have yet, with the reason that `auto` records and `require` raises.
+_NO_SWITCH = {
+    "fused_prologue": "this version has no fused bookkeeping kernels",
+    "overlap_context_projection": "this version runs a step on one stream",
+    "split_qkv_streams": "this version runs a step on one stream",
+    "direct_pool_write": "this version has no kernel that stores latents into the pool",
+    "cuda_graph": "this version has no graph runner",
+}
+_BUILT = {
+    "attention": (Attention.TORCH,),
+    "latent_norm_rope": (LatentNormRope.TORCH,),
+    "gemm": (Gemm.CUBLAS,),
+    "merged_qkv_a": (MergedQkvA.OFF,),
+}
+
+
+def resolve_runtime(runtime: RuntimeConfig, *, model_dtype: torch.dtype, pool_dtype: torch.dtype) -> ResolvedRuntime:
+    """Decide every field.
+
+    Raises:
+        ConfigError: a field requires what cannot run here; the message names the reason.
+    """
+    choices = [_resolve(field.name, getattr(runtime, field.name), model_dtype, pool_dtype) for field in fields(runtime)]
+    return ResolvedRuntime(tuple(choices))
+
+
+def _resolve(name: str, value: str, model_dtype: torch.dtype, pool_dtype: torch.dtype) -> Choice:
+    if name in _NO_SWITCH:
+        if value is Switch.REQUIRE:
+            raise ConfigError(f"runtime.{name}=require cannot be met: {_NO_SWITCH[name]}; use auto or off")
+        return Choice(name, value, "off", "asked for" if value is Switch.OFF else _NO_SWITCH[name])
+    if name in _BUILT:
+        return _resolve_backend(name, value)
+    if name == "kv_dtype":
+        return _resolve_kv_dtype(value, model_dtype, pool_dtype)
+    return Choice(name, value, value, "asked for")
+
+
+def _resolve_backend(name: str, value: str) -> Choice:
+    built = _BUILT[name]
+    if value == "auto":
+        return Choice(name, value, built[0], "the only one in this version")
+    if value not in built:
+        raise ConfigError(f"runtime.{name}={value} is not in this version; available: auto, {', '.join(built)}")
+    return Choice(name, value, value, "asked for")
+
+
+def _resolve_kv_dtype(value: str, model_dtype: torch.dtype, pool_dtype: torch.dtype) -> Choice:
+    if value is KvDtype.FP8_E4M3:
+        raise ConfigError("runtime.kv_dtype=fp8_e4m3 is not in this version; use auto, float32, bfloat16 or float16")
+    wanted = model_dtype if value is KvDtype.AUTO else getattr(torch, value)
+    if wanted is not pool_dtype:
+        raise ConfigError(
+            f"runtime.kv_dtype={value} wants a pool of {wanted} (the model is {model_dtype}), but the pool is {pool_dtype}; "
+            "build the pool with that dtype or set runtime.kv_dtype"
+        )
+    return Choice("kv_dtype", value, str(pool_dtype).removeprefix("torch."), "dtype of the pool")

@@ -1,0 +1,265 @@
+"""`DFlashWorker`: one step of drafting for a batch of requests."""
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Hashable
+
+import torch
+
+from dspark_model import verify
+from dspark_model.config_keys import ConfigError
+from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
+from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.page_allocator import CapacityError
+from dspark_model.rope import RopeTable
+from dspark_model.runtime import ResolvedRuntime, resolve_runtime
+from dspark_model.serving_config import DraftSampling, RuntimeConfig
+from dspark_model.step_io import StepInput, StepOutput, StepTrace
+from dspark_model.step_plan import StepChecker, StepPlan
+from dspark_model.step_run import StepResult, StepRun
+from dspark_model.worker_state import RequestState, SlotState
+
+logger = logging.getLogger("dspark_model")
+
+
+class DFlashWorker:
+    """Drafts blocks of K tokens for up to `PoolConfig.max_requests` requests at a time.
+
+    Per step and in this order: project the context of all new target rows, accept, advance the lengths, store the accepted
+    rows' latents, embed the block, run the layers, the head, the Markov chain and the confidence head.  All state is there
+    after construction and is sized by the pool's config, not by the model's `max_position_embeddings`.
+    """
+
+    def __init__(
+        self,
+        model: MLADSparkForCausalLM,
+        pool: LatentKVPool | ExternalLatentPool,
+        runtime: RuntimeConfig | None = None,
+        *,
+        num_drafts: int | None = None,
+    ):
+        """num_drafts: K; None takes the pool's `num_drafts`.
+
+        Raises:
+            ValueError: K is above what the pool was sized for, or model and pool are on different devices.
+            ConfigError: `runtime` requires what cannot run here.
+        """
+        self.model = model
+        self.pool = pool
+        self.runtime = runtime or RuntimeConfig()
+        self.num_drafts = pool.config.num_drafts if num_drafts is None else num_drafts
+        _check_fit(model, pool, self.num_drafts)
+        self.block_rows = model.config.block_rows(self.num_drafts)
+        self.resolved = self._resolve(self.runtime)
+        self.fallback_counts: Counter[str] = Counter()
+        # Rejected and block rows reach past the served limit; the table covers them, so that no position is ever clamped.
+        table_rows = pool.config.max_positions + self.num_drafts + 1 + self.block_rows
+        self.rope = RopeTable(model.config.rope, model.config.qk_rope_head_dim, table_rows, model.device)
+        sampled_vocab = model.config.vocab_size if self.runtime.draft_sampling is DraftSampling.SAMPLE else None
+        self._slots = SlotState(pool.config.max_requests, self.num_drafts, sampled_vocab, model.device)
+        self._free_slots = list(range(pool.config.max_requests - 1, -1, -1))
+        self._requests: dict[Hashable, RequestState] = {}
+        self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
+        if self.resolved.fallbacks:
+            names = ", ".join(choice.name for choice in self.resolved.fallbacks)
+            logger.warning("fast paths set to auto but not in use: %s; DFlashWorker.describe() says why", names)
+
+    def describe(self) -> dict[str, str]:
+        """What is in force and why, as text by subject."""
+        config, pool = self.model.config, self.pool
+        slot = "shifted labels, rows 0..K-1" if config.sample_from_anchor else "plain DFlash, K+1 rows, rows 1..K"
+        report = {
+            "model": f"{config.model_type}, {config.num_hidden_layers} layers, {self.model.dtype} on {self.model.device}",
+            "slot_rule": f"{slot} ({config.slot_rule_source})",
+            "block": f"{self.num_drafts} drafts, {'causal' if config.is_causal else 'non-causal'}",
+            "embedding": f"from the {self.model.embedding_source}",
+            "mask_row": "trained row" if config.mask_embedding else f"embedding of token {config.mask_token_id}",
+            "taps": f"target layers {list(config.target_layer_ids)} (0-based, after the layer), {config.aux_hidden_stream}",
+            "pool": f"{type(pool).__name__}, {pool.layer_views[0].shape[0]} pages of {pool.config.page_size} tokens, "
+            f"{pool.dtype}, served limit {pool.config.max_positions}",
+        }
+        for choice in self.resolved.choices:
+            report[f"runtime.{choice.name}"] = f"{choice.in_force} (asked for {choice.requested}: {choice.reason})"
+        return report
+
+    def context_length(self, request_id: Hashable) -> int:
+        """Context rows that the worker holds of a request."""
+        return self._request(request_id).length
+
+    def slot_of(self, request_id: Hashable) -> int:
+        """The slot of a request: its row in the pool's page table."""
+        return self._request(request_id).slot
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    def admit(self, request_id: Hashable, *, max_context: int | None = None, prefix: PrefixHandle | None = None) -> None:
+        """Take on a request that will hold at most `max_context` tokens (None: the served limit).
+
+        With `prefix` the first rows are there already, and its first chunk starts behind them.
+
+        Raises:
+            ValueError: the id is None or in use, or max_context is out of range.
+            CapacityError: no slot or not enough pages are left; nothing was changed.
+        """
+        limit = self.pool.config.max_positions
+        max_context = limit if max_context is None else max_context
+        if request_id is None or request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is None or in use; release it first or take another id")
+        if not 1 <= max_context <= limit:
+            raise ValueError(f"max_context is {max_context}, wanted 1 to the pool's max_positions of {limit}")
+        if prefix is not None and prefix.num_tokens > max_context:
+            raise ValueError(f"the prefix has {prefix.num_tokens} tokens, above max_context {max_context}")
+        if not self._free_slots:
+            raise CapacityError(
+                f"request {request_id!r}: all {self.pool.config.max_requests} slots are taken; release a request or build "
+                "the pool with more max_requests"
+            )
+        slot = self._free_slots[-1]
+        self.pool.open(slot, max_context + self.block_rows, prefix, f"request {request_id!r} of {max_context} tokens")
+        self._free_slots.pop()
+        self._slots.reset(slot)
+        length = prefix.num_tokens if prefix else 0
+        self._slots.context_lens[slot] = length
+        self._requests[request_id] = RequestState(request_id, slot, max_context, length)
+
+    def release(self, request_id: Hashable) -> None:
+        """Forget a request, in whatever state it is, and free its pages."""
+        request = self._request(request_id)
+        self.pool.close(request.slot)
+        self._slots.reset(request.slot)
+        del self._requests[request_id]
+        self._free_slots.append(request.slot)
+
+    def retain_prefix(self, request_id: Hashable, num_tokens: int) -> PrefixHandle:
+        """Keep the first `num_tokens` context rows of a request for later ones; give the handle to `admit`, and to
+        `pool.release_prefix` when it is not needed any more.
+
+        Raises:
+            ValueError: the request does not hold that many rows.
+            CapacityError: the page for a partly filled last page is not there.
+        """
+        request = self._request(request_id)
+        if not isinstance(self.pool, LatentKVPool):
+            raise ValueError("the outside engine keeps the prefixes of an external pool")
+        if not 1 <= num_tokens <= request.length:
+            raise ValueError(
+                f"a prefix of {num_tokens} tokens was asked for, but request {request_id!r} holds {request.length}"
+            )
+        return self.pool.retain_prefix(request.slot, num_tokens)
+
+    @torch.inference_mode()
+    def step(self, step_input: StepInput, *, runtime: RuntimeConfig | None = None, trace: bool = False) -> StepOutput:
+        """Run one step; see `StepInput` and `StepOutput`.
+
+        runtime: choices for this step alone.  trace: keep intermediate results in the output.
+
+        Raises:
+            KeyError, ValueError: the input does not fit the worker's state.
+            ConfigError: `runtime` requires what cannot run here.
+        A step that raises changes nothing: lengths, drafts and pages are as before, and it can be sent again.
+        """
+        resolved = self.resolved if runtime is None else self._resolve(runtime)
+        plan = self._checker.plan(step_input, self._requests)
+        before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
+        try:
+            result = self._run(plan, resolved)
+            output = _output(plan, result, self.num_drafts, resolved, trace)
+            # Reading the lengths waits for the device, so that a failure there still finds the old state.
+            lengths, valid, dropped = (t.tolist() for t in (result.context_lens, result.num_valid_drafts, result.num_dropped))
+        except BaseException:
+            self.pool.cancel_step(before)
+            raise
+        self._commit(plan, result, output)
+        for index, request in enumerate(plan.requests):
+            if request is not None:
+                request.length, request.num_valid_drafts = lengths[index], valid[index]
+                request.num_dropped += dropped[index]
+                request.drafting = request.drafting or index in plan.drafted
+        self.fallback_counts.update(choice.name for choice in resolved.fallbacks)
+        return output
+
+    def _run(self, plan: StepPlan, resolved: ResolvedRuntime) -> StepResult:
+        draw_drafts = resolved["draft_sampling"].in_force == DraftSampling.SAMPLE
+        return StepRun(
+            self.model, self.pool, self.rope, self._slots, plan, num_drafts=self.num_drafts, draw_drafts=draw_drafts
+        ).run()
+
+    def _commit(self, plan: StepPlan, result: StepResult, output: StepOutput) -> None:
+        """The one place where a step changes the slots' lengths, anchors and drafts."""
+        live = [index for index, request in enumerate(plan.requests) if request is not None]
+        slots = torch.tensor([plan.requests[index].slot for index in live], dtype=torch.int64, device=self.model.device)
+        rows = torch.tensor(live, dtype=torch.int64, device=self.model.device)
+        state = self._slots
+        state.context_lens[slots] = result.context_lens[rows]
+        state.anchors[slots] = output.anchor[rows]
+        state.draft_tokens[slots] = output.draft_tokens[rows]
+        state.num_valid_drafts[slots] = result.num_valid_drafts[rows]
+        state.drawn[slots] = result.drawn[rows]
+        if result.draft_probs is not None:
+            for row, index in enumerate(plan.drafted):
+                if plan.requests[index] is not None:
+                    state.draft_probs[plan.requests[index].slot] = result.draft_probs[row]
+
+    def _request(self, request_id: Hashable) -> RequestState:
+        if request_id not in self._requests:
+            raise KeyError(f"request {request_id!r} is not admitted (admitted: {list(self._requests)})")
+        return self._requests[request_id]
+
+    def _resolve(self, runtime: RuntimeConfig) -> ResolvedRuntime:
+        resolved = resolve_runtime(runtime, model_dtype=self.model.dtype, pool_dtype=self.pool.dtype)
+        if runtime.draft_sampling is DraftSampling.SAMPLE and self.runtime.draft_sampling is not DraftSampling.SAMPLE:
+            raise ConfigError(
+                "runtime.draft_sampling=sample needs the buffer that is made at construction; build the worker with it"
+            )
+        return resolved
+
+
+def _output(plan: StepPlan, result: StepResult, num_drafts: int, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
+    """Spread the R drafted rows over the B output rows."""
+    batch, draft = len(plan.requests), result.draft
+    draft_tokens = torch.full((batch, num_drafts), verify.NO_TOKEN, device=result.anchors.device)
+    confidence = None
+    if draft is not None:
+        draft_tokens[result.drafted] = draft.draft_tokens
+        if draft.confidence_logits is not None:
+            confidence = torch.zeros(batch, num_drafts, device=result.anchors.device)
+            confidence[result.drafted] = torch.sigmoid(draft.confidence_logits)
+    return StepOutput(
+        request_ids=tuple(None if request is None else request.request_id for request in plan.requests),
+        committed_tokens=result.committed_tokens,
+        num_accepted=result.num_accepted,
+        num_committed=result.num_committed,
+        anchor=result.anchors,
+        draft_tokens=draft_tokens,
+        num_valid_drafts=result.num_valid_drafts,
+        confidence=confidence,
+        num_dropped=result.num_dropped,
+        runtime=resolved,
+        trace=StepTrace(context=result.context, draft=draft) if trace else None,
+    )
+
+
+def _check_fit(model: MLADSparkForCausalLM, pool: PagedLatents, num_drafts: int) -> None:
+    config = model.config
+    if not 1 <= num_drafts <= pool.config.num_drafts:
+        raise ValueError(
+            f"num_drafts is {num_drafts}, wanted 1 to {pool.config.num_drafts}, what the pool was sized for; build the pool "
+            "with a larger PoolConfig.num_drafts"
+        )
+    if model.device != pool.device:
+        raise ValueError(f"the model is on {model.device} and the pool on {pool.device}; they must share a device")
+    if config.block_size is not None and num_drafts > config.block_size:
+        warnings.warn(
+            f"num_drafts {num_drafts} is above the block width {config.block_size} that the drafter was trained at; "
+            "acceptance of the later drafts is not to be expected",
+            stacklevel=3,
+        )
+    if pool.config.max_positions > config.max_position_embeddings:
+        warnings.warn(
+            f"the pool serves {pool.config.max_positions} positions, but the drafter was made for "
+            f"{config.max_position_embeddings}; rotations past that are computed, not clamped, and acceptance may fall",
+            stacklevel=3,
+        )

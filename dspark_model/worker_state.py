@@ -1,0 +1,57 @@
+"""The worker's state: one record per admitted request, one row of tensors per slot."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class RequestState:
+    """Host side of one request.
+
+    length: context rows in the pool.  num_valid_drafts: drafts of the last step that may be verified.  num_dropped: committed
+    rows that had no page.  drafting: whether it has been drafted for, so that generation rows may follow.
+    """
+
+    request_id: Hashable
+    slot: int
+    max_context: int
+    length: int = 0
+    num_valid_drafts: int = 0
+    num_dropped: int = 0
+    drafting: bool = False
+
+
+class SlotState:
+    """Device side, S = max_requests slots.
+
+    context_lens, anchors, num_valid_drafts: int64 [S]; draft_tokens: int64 [S, K].
+    draft_probs: float32 [S, K, V], the distributions that drafts were drawn from, or None when drafts are never drawn;
+    drawn: bool [S], whether the slot's last drafts were drawn rather than arg maxima.
+    """
+
+    def __init__(self, num_slots: int, num_drafts: int, sampled_vocab: int | None, device: torch.device):
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.context_lens = zeros(num_slots)
+        self.anchors = zeros(num_slots)
+        self.num_valid_drafts = zeros(num_slots)
+        self.draft_tokens = zeros(num_slots, num_drafts)
+        self.drawn = zeros(num_slots, dtype=torch.bool)
+        self.draft_probs = None
+        if sampled_vocab is not None:
+            self.draft_probs = zeros(num_slots, num_drafts, sampled_vocab, dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.context_lens, self.anchors, self.num_valid_drafts, self.draft_tokens, self.drawn)
+        return sum(t.nbytes for t in tensors) + (self.draft_probs.nbytes if self.draft_probs is not None else 0)
+
+    def reset(self, slot: int) -> None:
+        """Forget the slot's last request."""
+        for tensor in (self.context_lens, self.anchors, self.num_valid_drafts, self.draft_tokens, self.drawn):
+            tensor[slot] = 0
+        if self.draft_probs is not None:
+            self.draft_probs[slot] = 0
