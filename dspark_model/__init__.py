@@ -6,12 +6,14 @@ Importing the package touches no GPU and imports neither triton, cutlass nor tra
 from dspark_model.checkpoint import CheckpointError, EmbeddingChoice, embeddings_bit_equal
 from dspark_model.config import DrafterConfig, RopeConfig
 from dspark_model.config_keys import ConfigError
+from dspark_model.generation import Generation, compare_greedy, generate, generate_plain
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PrefixHandle
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.page_allocator import CapacityError
 from dspark_model.presets import Preset, load_config
+from dspark_model.sampling import SamplingParams
 from dspark_model.serving_config import PoolConfig, RuntimeConfig
-from dspark_model.step_io import ContextChunk, GenerationRows, SamplingParams, StepInput, StepOutput
+from dspark_model.step_io import ContextChunk, GenerationRows, StepInput, StepOutput
 from dspark_model.worker import DFlashWorker
 
 __version__ = "0.1.0"
@@ -25,6 +27,7 @@ __all__ = [
     "DrafterConfig",
     "EmbeddingChoice",
     "ExternalLatentPool",
+    "Generation",
     "GenerationRows",
     "LatentKVPool",
     "MLADSparkForCausalLM",
@@ -36,6 +39,9 @@ __all__ = [
     "SamplingParams",
     "StepInput",
     "StepOutput",
+    "compare_greedy",
     "embeddings_bit_equal",
+    "generate",
+    "generate_plain",
     "load_config",
 ]

@@ -7,23 +7,7 @@ import torch
 
 from dspark_model.modeling import BlockDraft
 from dspark_model.runtime import ResolvedRuntime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """temperature: 0 is greedy.  seed: the draws of a request depend on it and on the position, on nothing else."""
-
-    temperature: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self):
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}, wanted a finite number of at least 0")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ValueError(f"seed is {self.seed!r}, wanted a whole number")
-
-
-GREEDY = SamplingParams()
+from dspark_model.sampling import GREEDY, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

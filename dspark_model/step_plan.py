@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model.config import DrafterConfig
-from dspark_model.step_io import GREEDY, ContextChunk, GenerationRows, SamplingParams, StepInput
+from dspark_model.sampling import GREEDY, SamplingParams
+from dspark_model.step_io import ContextChunk, GenerationRows, StepInput
 from dspark_model.worker_state import RequestState
 
 

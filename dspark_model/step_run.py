@@ -13,14 +13,11 @@ from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import BlockContext, BlockDraft, MLADSparkForCausalLM
 from dspark_model.ops import BlockRows
 from dspark_model.rope import RopeTable
+from dspark_model.sampling import DrawKind, SamplingParams
 from dspark_model.slots import draft_rows
-from dspark_model.step_io import SamplingParams
 from dspark_model.step_plan import StepPlan
 from dspark_model.verify import NO_TOKEN, Acceptance
 from dspark_model.worker_state import SlotState
-
-# Keys that keep the three kinds of draws of one request and position apart.
-_DRAW_ACCEPT, _DRAW_DRAFT, _DRAW_FIRST_DRAFT = range(3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +140,7 @@ class StepRun:
         if self._state.draft_probs is not None:
             kept = self._state.drawn[slots][:, None, None]
             draft_probs = torch.where(kept, self._state.draft_probs[slots], draft_probs)
-        kinds = dict.fromkeys(range(self._first_row, len(self._plan.requests)), _DRAW_ACCEPT)
+        kinds = dict.fromkeys(range(self._first_row, len(self._plan.requests)), DrawKind.ACCEPT)
         uniforms = self._uniforms(kinds, self._num_drafts + 1)
         sampled = verify.accept_sampled(drafts, checked, target_probs, draft_probs, uniforms)
         return Acceptance(
@@ -225,7 +222,7 @@ class StepRun:
         if not self._draw_drafts or all(entry.temperature == 0 for entry in params):
             return model.draft(hidden, anchors), None
         temperatures = self._temperatures(params)
-        kinds = {index: _DRAW_FIRST_DRAFT if index < self._first_row else _DRAW_DRAFT for index in self._plan.drafted}
+        kinds = {index: DrawKind.FIRST_DRAFT if index < self._first_row else DrawKind.DRAFT for index in self._plan.drafted}
         draft = model.draft(hidden, anchors, temperatures=temperatures, uniforms=self._uniforms(kinds, self._num_drafts))
         scale = torch.where(temperatures > 0, temperatures, 1.0)[:, None, None]
         return draft, torch.softmax(draft.biased_logits / scale, -1)
@@ -243,14 +240,11 @@ class StepRun:
     def _temperatures(self, params: list[SamplingParams] | tuple[SamplingParams, ...]) -> torch.Tensor:
         return torch.tensor([entry.temperature for entry in params], dtype=torch.float32, device=self._device)
 
-    def _uniforms(self, kinds: dict[int, int], count: int) -> torch.Tensor:
-        """One row of draws for each output row in `kinds`, by kind of draw: float32 [len(kinds), count]."""
-        return torch.stack([self._uniform_row(index, kind, count) for index, kind in kinds.items()]).to(self._device)
-
-    def _uniform_row(self, index: int, kind: int, count: int) -> torch.Tensor:
-        """float32 [count] in [0, 1) from the request's seed, its length before the step, and the kind of draw."""
-        request = self._plan.requests[index]
-        length = 0 if request is None else request.length
-        # Odd multipliers spread (seed, length, kind) over the generator's 64-bit seed.
-        mixed = (self._plan.sampling[index].seed * 0x9E3779B97F4A7C15 + length * 0xC2B2AE3D27D4EB4F + kind) % (1 << 63)
-        return torch.rand(count, generator=torch.Generator().manual_seed(mixed))
+    def _uniforms(self, kinds: dict[int, DrawKind], count: int) -> torch.Tensor:
+        """Draws of the output rows in `kinds`, float32 [len(kinds), count], keyed by each request's length before the step."""
+        rows = []
+        for index, kind in kinds.items():
+            request = self._plan.requests[index]
+            position = 0 if request is None else request.length
+            rows.append(self._plan.sampling[index].uniforms(position, kind, count))
+        return torch.stack(rows).to(self._device)

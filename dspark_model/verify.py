@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model.ops.markov_chain import invert_cdf
+from dspark_model.sampling import DrawKind, SamplingParams
 
 NO_TOKEN = -1  # filler behind the committed tokens of a request
 
@@ -101,3 +102,10 @@ def _commit(accepted: torch.Tensor, draft_tokens: torch.Tensor, final: torch.Ten
     tokens = torch.where(index < accepted[:, None], padded, NO_TOKEN)
     tokens = torch.where(index == accepted[:, None], final[:, None], tokens)
     return Acceptance(num_accepted=accepted, committed_tokens=tokens, anchor=final)
+
+
+def draw_token(logits: torch.Tensor, sampling: SamplingParams, position: int) -> int:
+    """One draw from softmax(logits [V] / temperature) for the token at `position`, the temperature being above 0."""
+    probs = torch.softmax(logits.float() / sampling.temperature, dim=-1)
+    uniform = sampling.uniforms(position, DrawKind.TARGET, 1).to(logits.device)
+    return int(invert_cdf(probs[None], uniform)[0])

@@ -1,0 +1,301 @@
+"""Generation with and without a drafter, by the same target code, and what it says about acceptance."""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from dspark_model.sampling import GREEDY, SamplingParams
+from dspark_model.step_io import ContextChunk, GenerationRows, StepInput, StepOutput
+from dspark_model.target import Target, TargetOutput
+from dspark_model.verify import draw_token
+from dspark_model.worker import DFlashWorker
+
+# Two best logits that are closer than this may swap places when the same tokens are run in another number of rows: float32
+# sums of a few hundred terms of order 1 differ by about 1e-5 between row counts.
+TIE_MARGIN = 1e-3
+
+
+@dataclass(slots=True)
+class Generation:
+    """One generated text and its account.
+
+    tokens: new tokens, the one after the prompt included, up to and with the end token or the limit.
+    margins: the target's largest minus second largest logit at each of them.
+    num_passes: target passes after the prefill; committed: tokens that each of them added to `tokens`.
+    offered, accepted: by block position k, passes in which draft k was checked with all drafts before it accepted, and in
+        which it was accepted too; drafts past the end of the text are not counted.
+    confidence: pairs (estimate, accepted) of the drafts in `offered`, where the drafter has that head.
+    seconds: wall time of all passes after the prefill.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+    num_passes: int = 0
+    committed: list[int] = field(default_factory=list)
+    offered: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    confidence: list[tuple[float, bool]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def committed_per_pass(self) -> float:
+        """Mean tokens per target pass, the prefill's token left out; 0 without a pass."""
+        return sum(self.committed) / self.num_passes if self.num_passes else 0.0
+
+    def near_ties(self, margin: float = TIE_MARGIN) -> int:
+        """Tokens at which the target's two best logits are closer than `margin`."""
+        return sum(value < margin for value in self.margins)
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyComparison:
+    """Plain greedy text against drafted text.  first_difference: index of the first differing token, None when equal.
+    margin: the smaller of the two runs' margins there.  excused: whether that is a tie within the stated margin."""
+
+    equal: bool
+    first_difference: int | None
+    margin: float | None
+    excused: bool
+
+
+def compare_greedy(plain: Generation, drafted: Generation, margin: float = TIE_MARGIN) -> GreedyComparison:
+    """The guarantee of greedy drafting: equal texts, except from a token on at which the target's two best logits tie
+    within `margin`."""
+    for index, (left, right) in enumerate(zip(plain.tokens, drafted.tokens, strict=False)):
+        if left != right:
+            found = min(plain.margins[index], drafted.margins[index])
+            return GreedyComparison(False, index, found, found < margin)
+    equal = len(plain.tokens) == len(drafted.tokens)
+    return GreedyComparison(equal, None if equal else min(len(plain.tokens), len(drafted.tokens)), None, equal)
+
+
+def generate(
+    target: Target,
+    worker: DFlashWorker,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    end_tokens: Collection[int] = (),
+    sampling: SamplingParams = GREEDY,
+    prefill_chunk: int = 512,
+) -> list[Generation]:
+    """Generate for a batch of prompts, drafting with `worker` and verifying with `target`.
+
+    The prompts take slots 0 .. B - 1 of the target.  Greedy text equals `generate_plain`'s up to ties (`compare_greedy`);
+    with a temperature the tokens follow the target's own distribution.
+
+    Raises:
+        ValueError: a prompt is empty or too long for target or worker, or there are more prompts than slots.
+        CapacityError: the worker cannot admit the prompts.
+    """
+    _check_prompts(target, prompts, max_new_tokens + worker.num_drafts, prefill_chunk)
+    texts = [_Text(index, list(prompt), max_new_tokens, frozenset(end_tokens)) for index, prompt in enumerate(prompts)]
+    requests = [("generate", index) for index in range(len(prompts))]
+    admitted = []
+    try:
+        for text, request in zip(texts, requests, strict=True):
+            worker.admit(request, max_context=len(text.prompt) + max_new_tokens)
+            admitted.append(request)
+        outputs = [_prefill(target, worker, text, requests[text.slot], sampling, prefill_chunk) for text in texts]
+        drafts = {text.slot: _Drafts.of(output, 0) for text, output in zip(texts, outputs, strict=True)}
+        while active := [text for text in texts if not text.finished]:
+            started = time.perf_counter()
+            output = _verify(target, worker, active, [requests[text.slot] for text in active], drafts, sampling)
+            for row, text in enumerate(active):
+                drafts[text.slot] = _Drafts.of(output, row)
+            elapsed = time.perf_counter() - started
+            for text in active:
+                text.result.seconds += elapsed / len(active)
+    finally:
+        for request in admitted:
+            worker.release(request)
+    return [text.result for text in texts]
+
+
+@torch.inference_mode()
+def generate_plain(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    end_tokens: Collection[int] = (),
+    sampling: SamplingParams = GREEDY,
+    prefill_chunk: int = 512,
+) -> list[Generation]:
+    """Generate token by token with the target alone; arguments as in `generate`."""
+    _check_prompts(target, prompts, max_new_tokens, prefill_chunk)
+    texts = [_Text(index, list(prompt), max_new_tokens, frozenset(end_tokens)) for index, prompt in enumerate(prompts)]
+    for text in texts:
+        text.begin(_run_prompt(target, text, prefill_chunk)[1].logits[0, -1], sampling)
+    while active := [text for text in texts if not text.finished]:
+        started = time.perf_counter()
+        tokens = torch.tensor([[text.result.tokens[-1]] for text in active], device=target.device)
+        output = target.forward(tokens, _integers(target, [text.slot for text in active]), _starts(target, active))
+        for row, text in enumerate(active):
+            text.extend([text.choose(output.logits[row, 0], sampling)], output.logits[row])
+        elapsed = time.perf_counter() - started
+        for text in active:
+            text.result.seconds += elapsed / len(active)
+    return [text.result for text in texts]
+
+
+class _Text:
+    """One text in the making, in one slot of the target."""
+
+    def __init__(self, slot: int, prompt: list[int], max_new_tokens: int, end_tokens: frozenset[int]):
+        self.slot, self.prompt = slot, prompt
+        self._limit, self._end_tokens = max_new_tokens, end_tokens
+        self.result = Generation()
+
+    @property
+    def finished(self) -> bool:
+        tokens = self.result.tokens
+        return len(tokens) >= self._limit or bool(tokens and tokens[-1] in self._end_tokens)
+
+    @property
+    def known(self) -> int:
+        """Tokens whose cache rows are there: all but the newest, which the next pass runs."""
+        return len(self.prompt) + len(self.result.tokens) - 1
+
+    def choose(self, logits: torch.Tensor, sampling: SamplingParams) -> int:
+        """The target's token from logits [V]; a draw depends on the seed and the position alone."""
+        if sampling.temperature == 0:
+            return int(logits.argmax())
+        return draw_token(logits, sampling, len(self.prompt) + len(self.result.tokens))
+
+    def begin(self, logits: torch.Tensor, sampling: SamplingParams) -> int:
+        """Take the token after the prompt from logits [V]."""
+        token = self.choose(logits, sampling)
+        self.result.tokens.append(token)
+        self.result.margins.append(_margins(logits[None])[0])
+        return token
+
+    def extend(self, tokens: list[int], logits: torch.Tensor) -> int:
+        """Add one pass's tokens, cut at the end token and the limit; logits [at least len(tokens), V] they came from.
+        Returns how many were added."""
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
+        count = min(end, self._limit - len(self.result.tokens))
+        self.result.tokens += tokens[:count]
+        self.result.margins += _margins(logits[:count])
+        self.result.num_passes += 1
+        self.result.committed.append(count)
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """One request's last drafts, on the host where they are counted."""
+
+    tokens: torch.Tensor
+    num_valid: int
+    confidence: list[float] | None
+
+    @classmethod
+    def of(cls, output: StepOutput, row: int) -> "_Drafts":
+        confidence = None if output.confidence is None else output.confidence[row].tolist()
+        return cls(output.draft_tokens[row], int(output.num_valid_drafts[row]), confidence)
+
+
+def _run_prompt(target: Target, text: _Text, chunk: int) -> tuple[list[torch.Tensor], TargetOutput]:
+    """The prompt through the target in chunks: hidden rows of each chunk [n, T * E], and the last output."""
+    slots, parts = _integers(target, [text.slot]), []
+    for start in range(0, len(text.prompt), chunk):
+        tokens = _integers(target, text.prompt[start : start + chunk])[None]
+        output = target.forward(tokens, slots, _integers(target, [start]), last_logits_only=True)
+        parts.append(output.hidden[0])
+    return parts, output
+
+
+@torch.inference_mode()
+def _prefill(
+    target: Target, worker: DFlashWorker, text: _Text, request: tuple[str, int], sampling: SamplingParams, chunk: int
+) -> StepOutput:
+    parts, last = _run_prompt(target, text, chunk)
+    anchor = text.begin(last.logits[0, -1], sampling)
+    start = 0
+    for index, hidden in enumerate(parts):
+        piece = ContextChunk(
+            request_id=request,
+            target_hidden=hidden,
+            start_position=start,
+            anchor=anchor if index == len(parts) - 1 else None,
+            sampling=sampling,
+        )
+        output = worker.step(StepInput(context=[piece]))
+        start += hidden.shape[0]
+    text.result.offered = [0] * worker.num_drafts
+    text.result.accepted = [0] * worker.num_drafts
+    return output
+
+
+@torch.inference_mode()
+def _verify(
+    target: Target,
+    worker: DFlashWorker,
+    active: list[_Text],
+    requests: list[tuple[str, int]],
+    drafts: dict[int, _Drafts],
+    sampling: SamplingParams,
+) -> StepOutput:
+    """One target pass over the drafts of all active texts, and the worker's step on it."""
+    anchors = _integers(target, [text.result.tokens[-1] for text in active])
+    checked = torch.stack([drafts[text.slot].tokens for text in active])
+    tokens = torch.cat((anchors[:, None], checked), dim=1)
+    seen = target.forward(tokens, _integers(target, [text.slot for text in active]), _starts(target, active))
+    greedy = sampling.temperature == 0
+    output = worker.step(
+        StepInput(
+            generation=GenerationRows(
+                request_ids=requests,
+                target_hidden=seen.hidden,
+                target_tokens=seen.logits.argmax(-1) if greedy else None,
+                target_logits=None if greedy else seen.logits,
+                sampling=[sampling] * len(active),
+            )
+        )
+    )
+    committed, counts = output.committed_tokens.tolist(), output.num_committed.tolist()
+    for row, text in enumerate(active):
+        added = text.extend(committed[row][: counts[row]], seen.logits[row])
+        _count(text.result, drafts[text.slot], counts[row] - 1, added)
+    return output
+
+
+def _count(result: Generation, drafts: _Drafts, num_accepted: int, num_added: int) -> None:
+    """Account for one pass: draft k was offered if those before it stood and its token lies within the text."""
+    for k in range(min(drafts.num_valid, num_accepted + 1, num_added)):
+        stands = k < num_accepted
+        result.offered[k] += 1
+        result.accepted[k] += stands
+        if drafts.confidence is not None:
+            result.confidence.append((drafts.confidence[k], stands))
+
+
+def _margins(logits: torch.Tensor) -> list[float]:
+    top = logits.float().topk(2, dim=-1).values
+    return (top[:, 0] - top[:, 1]).tolist()
+
+
+def _integers(target: Target, values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=target.device)
+
+
+def _starts(target: Target, active: list[_Text]) -> torch.Tensor:
+    return _integers(target, [text.known for text in active])
+
+
+def _check_prompts(target: Target, prompts: Sequence[Sequence[int]], extra: int, chunk: int) -> None:
+    if len(prompts) > target.max_requests:
+        raise ValueError(f"{len(prompts)} prompts were given, but the target has {target.max_requests} slots; give fewer")
+    if chunk < 1:
+        raise ValueError(f"prefill_chunk is {chunk}, wanted at least 1")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty; it needs at least one token")
+        if len(prompt) + extra > target.max_positions:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens and may grow by {extra} (new tokens and drafts), but the target "
+                f"holds {target.max_positions} positions; shorten it or build the target with more max_positions"
+            )
