@@ -77,6 +77,8 @@ RENAMES = (
 
 # Bytes moved per read.  The file is opened anew for each read, so that no more than this of it is mapped at a time.
 _READ_BYTES = 32 << 20
+# Eight-bit floats mean something only together with scales.
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def canonical_name(stored: str) -> str:
@@ -186,7 +188,8 @@ def load_model(
     """Build `model_class` with every parameter read from `files`, or from the target's tables; see `from_pretrained`."""
     dtype = getattr(torch, config.dtype) if dtype is None else dtype
     device = torch.device(device)
-    stored = {name: entry for name, entry in files.tensors.items() if entry.stored_name not in set(ignore_tensors)}
+    ignored = set(ignore_tensors)
+    stored = {name: entry for name, entry in files.tensors.items() if entry.stored_name not in ignored}
     own_embedding = _use_own_embedding(EmbeddingChoice(embedding), stored, tables)
     embed_tokens = None if own_embedding else tables.embed_tokens
     lm_head = tables.lm_head
@@ -260,7 +263,7 @@ def _read_tensor(entry: TensorEntry, dtype: torch.dtype, device: torch.device) -
                 rows = reader.get_slice(entry.stored_name)[start : start + step]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{entry.file} could not be read ({error}); download it again") from error
-        if not rows.is_floating_point():
+        if rows.dtype not in _WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{entry.stored_name} in {entry.file} is stored as {rows.dtype}; quantised weights are not supported"
             )

@@ -8,7 +8,7 @@ refused by name.
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,10 @@ class RopeConfig:
                 "YaRN needs original_max_position_embeddings (a positive whole number), "
                 f"got {self.original_max_position_embeddings}"
             )
+        if not self.beta_fast >= self.beta_slow > 0:
+            raise ConfigError(
+                f"YaRN beta_fast is {self.beta_fast} and beta_slow {self.beta_slow}; wanted beta_fast >= beta_slow > 0"
+            )
 
     def yarn_mscale(self, scale: float) -> float:
         """m(a) = 0.1 a ln(factor) + 1: YaRN's attention temperature, 1 without scaling."""
@@ -98,7 +102,7 @@ class DrafterConfig:
 
     Build it with `from_dict` or `from_file`; all facts are then checked.  `sample_from_anchor` is the resolved slot
     rule: True means K block rows for K drafts and row j predicts draft j (DSpark's shifted labels); False means K + 1
-    rows of which rows 1..K are read (plain DFlash).  `slot_rule_source` says what decided it.
+    rows of which rows 1..K are read (plain DFlash).  `slot_rule_source` says what decided it and is not compared.
     """
 
     model_type: str
@@ -132,7 +136,7 @@ class DrafterConfig:
     aux_hidden_stream: str
     is_causal: bool
     sample_from_anchor: bool
-    slot_rule_source: str
+    slot_rule_source: str = field(compare=False)
     mask_embedding: bool
     dtype: str
 

@@ -1,5 +1,6 @@
 """How facts are looked up in a checkpoint's `config.json`: spellings, nesting, conflicts, unknown keys."""
 
+import math
 from typing import Any
 
 
@@ -182,6 +183,10 @@ def _merge(merged: dict[str, tuple[str, Any]], name: str, key: str, value: Any) 
 def _rope_value(name: str, key: str, value: Any) -> Any:
     if name == "rope_type":
         return "default" if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{key} is {value!r}, wanted a number")
-    return int(value) if name == "original_max_position_embeddings" else float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{key} is {value!r}, wanted a finite number")
+    if name != "original_max_position_embeddings":
+        return float(value)
+    if value != int(value):
+        raise ConfigError(f"{key} is {value!r}, wanted a whole number")
+    return int(value)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -99,12 +100,11 @@ def generate(
             worker.admit(request, max_context=len(text.prompt) + max_new_tokens)
             admitted.append(request)
         outputs = [_prefill(target, worker, text, requests[text.slot], sampling, prefill_chunk) for text in texts]
-        drafts = {text.slot: _Drafts.of(output, 0) for text, output in zip(texts, outputs, strict=True)}
+        drafts = {text.slot: _Drafts.of(output)[0] for text, output in zip(texts, outputs, strict=True)}
         while active := [text for text in texts if not text.finished]:
             started = time.perf_counter()
             output = _verify(target, worker, active, [requests[text.slot] for text in active], drafts, sampling)
-            for row, text in enumerate(active):
-                drafts[text.slot] = _Drafts.of(output, row)
+            drafts = {text.slot: own for text, own in zip(active, _Drafts.of(output), strict=True)}
             elapsed = time.perf_counter() - started
             for text in active:
                 text.result.seconds += elapsed / len(active)
@@ -133,8 +133,9 @@ def generate_plain(
         started = time.perf_counter()
         tokens = torch.tensor([[text.result.tokens[-1]] for text in active], device=target.device)
         output = target.forward(tokens, _integers(target, [text.slot for text in active]), _starts(target, active))
-        for row, text in enumerate(active):
-            text.extend([text.choose(output.logits[row, 0], sampling)], output.logits[row])
+        chosen, margins = _choose(active, output.logits[:, 0], sampling), _margins(output.logits[:, 0])
+        for text, token, margin in zip(active, chosen, margins, strict=True):
+            text.extend([token], [margin])
         elapsed = time.perf_counter() - started
         for text in active:
             text.result.seconds += elapsed / len(active)
@@ -159,26 +160,19 @@ class _Text:
         """Tokens whose cache rows are there: all but the newest, which the next pass runs."""
         return len(self.prompt) + len(self.result.tokens) - 1
 
-    def choose(self, logits: torch.Tensor, sampling: SamplingParams) -> int:
-        """The target's token from logits [V]; a draw depends on the seed and the position alone."""
-        if sampling.temperature == 0:
-            return int(logits.argmax())
-        return draw_token(logits, sampling, len(self.prompt) + len(self.result.tokens))
-
     def begin(self, logits: torch.Tensor, sampling: SamplingParams) -> int:
         """Take the token after the prompt from logits [V]."""
-        token = self.choose(logits, sampling)
+        token = _choose([self], logits[None], sampling)[0]
         self.result.tokens.append(token)
         self.result.margins.append(_margins(logits[None])[0])
         return token
 
-    def extend(self, tokens: list[int], logits: torch.Tensor) -> int:
-        """Add one pass's tokens, cut at the end token and the limit; logits [at least len(tokens), V] they came from.
-        Returns how many were added."""
+    def extend(self, tokens: list[int], margins: list[float]) -> int:
+        """Add one pass's tokens with their margins, cut at the end token and the limit.  Returns how many were added."""
         end = next((i + 1 for i, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
         count = min(end, self._limit - len(self.result.tokens))
         self.result.tokens += tokens[:count]
-        self.result.margins += _margins(logits[:count])
+        self.result.margins += margins[:count]
         self.result.num_passes += 1
         self.result.committed.append(count)
         return count
@@ -186,16 +180,18 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Drafts:
-    """One request's last drafts, on the host where they are counted."""
+    """One request's last drafts; what is counted of them is on the host."""
 
     tokens: torch.Tensor
     num_valid: int
     confidence: list[float] | None
 
     @classmethod
-    def of(cls, output: StepOutput, row: int) -> "_Drafts":
-        confidence = None if output.confidence is None else output.confidence[row].tolist()
-        return cls(output.draft_tokens[row], int(output.num_valid_drafts[row]), confidence)
+    def of(cls, output: StepOutput) -> list["_Drafts"]:
+        """Those of each output row, read from the device at once."""
+        valid = output.num_valid_drafts.tolist()
+        confidence = [None] * len(valid) if output.confidence is None else output.confidence.tolist()
+        return [cls(*row) for row in zip(output.draft_tokens, valid, confidence, strict=True)]
 
 
 def _run_prompt(target: Target, text: _Text, chunk: int) -> tuple[list[torch.Tensor], TargetOutput]:
@@ -257,8 +253,9 @@ def _verify(
         )
     )
     committed, counts = output.committed_tokens.tolist(), output.num_committed.tolist()
+    margins = iter(_margins(torch.cat([seen.logits[row, :count] for row, count in enumerate(counts)])))
     for row, text in enumerate(active):
-        added = text.extend(committed[row][: counts[row]], seen.logits[row])
+        added = text.extend(committed[row][: counts[row]], list(islice(margins, counts[row])))
         _count(text.result, drafts[text.slot], counts[row] - 1, added)
     return output
 
@@ -273,7 +270,15 @@ def _count(result: Generation, drafts: _Drafts, num_accepted: int, num_added: in
             result.confidence.append((drafts.confidence[k], stands))
 
 
+def _choose(texts: list[_Text], logits: torch.Tensor, sampling: SamplingParams) -> list[int]:
+    """The target's next token of each text from logits [B, V]; a draw depends on the seed and the position alone."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1).tolist()
+    return [draw_token(row, sampling, text.known + 1) for text, row in zip(texts, logits, strict=True)]
+
+
 def _margins(logits: torch.Tensor) -> list[float]:
+    """Largest minus second largest logit of each row of [M, V]."""
     top = logits.float().topk(2, dim=-1).values
     return (top[:, 0] - top[:, 1]).tolist()
 

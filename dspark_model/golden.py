@@ -74,7 +74,9 @@ def check_case(folder: Path, *, device: str = "cpu", layout: Layout = Layout.LAY
             harness = _Harness(checkpoint, inputs, run["num_drafts"], case.get("num_steps"), dtype, device, layout)
             observed = harness.run()
             label = (case["name"], str(dtype).removeprefix("torch."), f"k{run['num_drafts']}")
-            rows += [_compare(label, name, value, observed, dtype) for name, value in expected.items()]
+            # What the worker decides itself, such as the accepted rows of a step, stands among a case's inputs.
+            wanted = {name: inputs[name] for name in inputs if name in observed} | expected
+            rows += [_compare(label, name, value, observed, dtype) for name, value in wanted.items()]
     return rows
 
 
@@ -176,10 +178,8 @@ class _Harness:
             target_tokens=self._inputs[prefix + "target_tokens"],
         )
         output = self._worker.step(StepInput(generation=generation), trace=True)
-        for name, ours in (("num_committed", output.num_committed), ("anchor_tokens", output.anchor)):
-            if not torch.equal(ours, self._inputs[prefix + name]):
-                raise AssertionError(f"{prefix}{name}: {ours.tolist()}, wanted {self._inputs[prefix + name].tolist()}")
-        return self._collect(prefix, output)
+        decided = {prefix + "num_committed": output.num_committed, prefix + "anchor_tokens": output.anchor}
+        return decided | self._collect(prefix, output)
 
     def _collect(self, prefix: str, output: StepOutput) -> dict[str, torch.Tensor]:
         draft = output.trace.draft

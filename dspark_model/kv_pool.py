@@ -82,6 +82,7 @@ class LatentKVPool(PagedLatents):
         self._allocator = PageAllocator(pages)
         self._pages: dict[int, list[int]] = {}
         self._promised: dict[int, int] = {}
+        self._prefixes: set[PrefixHandle] = set()
 
     @property
     def nbytes(self) -> int:
@@ -107,8 +108,13 @@ class LatentKVPool(PagedLatents):
         """Admit a slot that will hold at most `max_rows` rows, with the rows of `prefix` already there.
 
         Raises:
+            ValueError: the slot is open already, or the prefix is not one that this pool keeps; nothing was changed.
             CapacityError: the pages for it cannot be promised; nothing was changed.
         """
+        if slot in self._pages:
+            raise ValueError(f"{what}: slot {slot} of the pool is open already; a pool serves one worker")
+        if prefix is not None:
+            self._check_prefix(prefix)
         shared = list(prefix.full_pages) if prefix else []
         needed = self.pages_for(max_rows) - len(shared)
         self._allocator.promise(needed, what)
@@ -133,8 +139,8 @@ class LatentKVPool(PagedLatents):
         return before
 
     def cancel_step(self, before: dict[int, int]) -> None:
-        """Return the pages that `begin_step` added."""
-        for slot, count in before.items():
+        """Return the pages that `begin_step` added, last taken first, so that the next step takes the same ones."""
+        for slot, count in reversed(before.items()):
             added = self._pages[slot][count:]
             if added:
                 del self._pages[slot][count:]
@@ -162,12 +168,26 @@ class LatentKVPool(PagedLatents):
             self._copy_rows(self._pages[slot][full], tail_page, tail)
         pages = self._pages[slot][:full]
         self._allocator.share(pages)
-        return PrefixHandle(num_tokens, tuple(pages), tail_page)
+        handle = PrefixHandle(num_tokens, tuple(pages), tail_page)
+        self._prefixes.add(handle)
+        return handle
 
     def release_prefix(self, handle: PrefixHandle) -> None:
-        """Give up a prefix; requests that were opened with it keep their rows."""
+        """Give up a prefix; requests that were opened with it keep their rows.
+
+        Raises:
+            ValueError: it was released before, or is of another pool.
+        """
+        self._check_prefix(handle)
+        self._prefixes.remove(handle)
         tail = [] if handle.tail_page is None else [handle.tail_page]
         self._allocator.drop([*handle.full_pages, *tail])
+
+    def _check_prefix(self, handle: PrefixHandle) -> None:
+        if handle not in self._prefixes:
+            raise ValueError(
+                f"the prefix of {handle.num_tokens} tokens was released already or is of another pool; retain it again"
+            )
 
     def _grow(self, slot: int, count: int) -> bool:
         missing = count - len(self._pages[slot])
@@ -204,11 +224,13 @@ class ExternalLatentPool(PagedLatents):
         self._set_pages(slot, ())
 
     def begin_step(self, rows: Mapping[int, int], block_table: torch.Tensor | None) -> dict[int, torch.Tensor]:
-        """Take over the engine's table for the step's slots, in the order of `rows`.
+        """Take over the engine's table for the step's slots, in the order of `rows`; a step without any needs none.
 
         Raises:
             ValueError: the table is missing, has another number of rows, or names pages that the pool does not have.
         """
+        if block_table is None and not rows:
+            return {}
         if block_table is None:
             raise ValueError("an external pool needs StepInput.block_table, the encoded offsets of the step's requests")
         if block_table.ndim != 2 or block_table.shape[0] != len(rows) or block_table.dtype.is_floating_point:
@@ -216,10 +238,13 @@ class ExternalLatentPool(PagedLatents):
                 f"block_table is {block_table.dtype} {list(block_table.shape)}, wanted integer [{len(rows)}, pages]: "
                 "one row per request of the step, context requests first, dummy rows left out"
             )
-        num_pages, table = ops.decode_block_table(block_table.to(self.device), self.divisor)
+        block_table = block_table.to(self.device)
+        num_pages, table = ops.decode_block_table(block_table, self.divisor)
+        # Judged by the encoded values: the table's int32 would wrap a huge one around to a page that exists.
+        highest = torch.where(table == -1, -1, block_table).max().item() // self.divisor if table.numel() else -1
         limit = self.layer_views[0].shape[0]
-        if table.numel() and int(table.max()) >= limit:
-            raise ValueError(f"block_table names page {int(table.max())}, but the pool has {limit}; check the divisor")
+        if highest >= limit:
+            raise ValueError(f"block_table names page {highest}, but the pool has {limit}; check the divisor")
         width = min(table.shape[1], self.page_table.shape[1])
         before = {}
         for index, slot in enumerate(rows):

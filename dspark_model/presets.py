@@ -54,7 +54,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Preset:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"preset {path} does not exist") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"preset {path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(data, override)
@@ -66,7 +66,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Preset:
         raise ConfigError(f"{path} needs exactly one of the sections [checkpoint] and [model]")
     return Preset(
         checkpoint=_build("checkpoint", data["checkpoint"]) if "checkpoint" in data else None,
-        model=DrafterConfig.from_dict(data["model"]) if "model" in data else None,
+        model=DrafterConfig.from_dict(_table("model", data["model"])) if "model" in data else None,
         pool=_build("pool", data.get("pool", {})),
         runtime=_build("runtime", data.get("runtime", {})),
     )
@@ -92,10 +92,15 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _build(section: str, values: Any) -> Any:
-    kind = SECTIONS[section]
+def _table(section: str, values: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"[{section}] is {values!r}, wanted a table")
+    return values
+
+
+def _build(section: str, values: Any) -> Any:
+    kind = SECTIONS[section]
+    values = _table(section, values)
     known = {field.name: field for field in dataclasses.fields(kind)}
     for key, value in values.items():
         if key not in known:

@@ -54,4 +54,5 @@ class RopeTable:
     def rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Table rows of `positions` (any shape, int64), float32 [..., dim]; positions outside the table raise on a CPU
         and are a device-side assertion on CUDA."""
-        return self.cos_sin[positions]
+        # Not plain indexing, which takes a negative position as one from the end.
+        return torch.nn.functional.embedding(positions, self.cos_sin)

@@ -73,7 +73,7 @@ class StepChecker:
         sampling = [chunk.sampling for chunk in context]
         if rows is not None:
             sampling += rows.sampling or [GREEDY] * len(rows.request_ids)
-        needed = {}
+        needed, drafting = {}, set(drafted)
         for index, request in enumerate(requests):
             if request is None:
                 continue
@@ -81,7 +81,7 @@ class StepChecker:
                 length = context[index].start_position + context[index].target_hidden.shape[0]
             else:
                 length = min(request.length + self._num_drafts + 1, request.max_context)
-            needed[request.slot] = length + (self._block_rows if index in set(drafted) else 0)
+            needed[request.slot] = length + (self._block_rows if index in drafting else 0)
         longest = max((request.length for request in requests if request is not None), default=0)
         chunk_rows = max((chunk.target_hidden.shape[0] for chunk in context), default=0)
         max_length = longest + max(chunk_rows, self._num_drafts + 1) + self._block_rows
@@ -93,9 +93,9 @@ class StepChecker:
         self._check_tensor(f"{name}: target_hidden", hidden, (None, self._config.context_width))
         if request.drafting:
             raise ValueError(f"{name}: its prompt has ended already (an anchor was given); send generation rows instead")
-        if chunk.start_position != request.length:
+        if not _is_whole(chunk.start_position) or chunk.start_position != request.length:
             raise ValueError(
-                f"{name}: start_position is {chunk.start_position}, but the worker holds {request.length} rows of it; "
+                f"{name}: start_position is {chunk.start_position!r}, but the worker holds {request.length} rows of it; "
                 "chunks follow each other without gap or overlap"
             )
         end = chunk.start_position + hidden.shape[0]
@@ -106,8 +106,10 @@ class StepChecker:
             )
         if chunk.anchor is None and hidden.shape[0] == 0:
             raise ValueError(f"{name}: no rows and no anchor; there is nothing to do")
-        if chunk.anchor is not None and not 0 <= chunk.anchor < self._config.vocab_size:
-            raise ValueError(f"{name}: anchor {chunk.anchor} is outside the vocabulary of {self._config.vocab_size} tokens")
+        if chunk.anchor is not None and not (_is_whole(chunk.anchor) and 0 <= chunk.anchor < self._config.vocab_size):
+            raise ValueError(
+                f"{name}: anchor {chunk.anchor!r} is outside the vocabulary of {self._config.vocab_size} tokens, wanted an int"
+            )
 
     def _check_rows(self, rows: GenerationRows, known: Mapping[Hashable, RequestState]) -> None:
         batch, width = len(rows.request_ids), self._num_drafts + 1
@@ -117,6 +119,7 @@ class StepChecker:
             raise ValueError(
                 "generation rows need exactly one of target_tokens, target_logits, and committed_tokens with num_committed"
             )
+        self._check_counts(rows, batch)
         live = torch.tensor([request_id is not None for request_id in rows.request_ids], dtype=torch.bool)
         for name, tokens in (("target_tokens", rows.target_tokens), ("committed_tokens", rows.committed_tokens)):
             if tokens is not None:
@@ -134,15 +137,23 @@ class StepChecker:
         if drawn and rows.target_logits is None:
             raise ValueError("a temperature above 0 needs target_logits: target_tokens alone cannot be resampled")
 
+    def _check_counts(self, rows: GenerationRows, batch: int) -> None:
+        """Forms of widths and num_committed; `_check_generating` looks at the values."""
+        if rows.widths is not None and (len(rows.widths) != batch or not all(_is_whole(width) for width in rows.widths)):
+            raise ValueError(f"generation rows: widths is {list(rows.widths)}, wanted {batch} whole numbers, 0 for a dummy row")
+        counts = rows.num_committed
+        if counts is not None:
+            fits = tuple(counts.shape) == (batch,) and counts.dtype is torch.int64 and counts.device == self._device
+            if not fits:
+                raise ValueError(
+                    f"generation rows: num_committed is {counts.dtype} {list(counts.shape)} on {counts.device}, wanted int64 "
+                    f"[{batch}] on {self._device}"
+                )
+
     def _used_widths(self, rows: GenerationRows, known: Mapping[Hashable, RequestState]) -> list[int]:
         """Rows of each request whose token ids matter."""
         if rows.num_committed is not None:
-            counts = rows.num_committed
-            if tuple(counts.shape) != (len(rows.request_ids),) or counts.dtype is not torch.int64:
-                raise ValueError(
-                    f"num_committed is {counts.dtype} {list(counts.shape)}, wanted int64 [{len(rows.request_ids)}]"
-                )
-            return counts.tolist()
+            return rows.num_committed.tolist()
         if rows.widths is not None:
             return list(rows.widths)
         return [0 if key is None else known[key].num_valid_drafts + 1 for key in rows.request_ids]
@@ -157,8 +168,6 @@ class StepChecker:
         for what, values in (("widths", rows.widths), ("num_committed", rows.num_committed)):
             if values is None:
                 continue
-            if len(values) != len(rows.request_ids):
-                raise ValueError(f"{what} has {len(values)} entries for {len(rows.request_ids)} requests")
             if not 1 <= int(values[index]) <= most:
                 raise ValueError(
                     f"{name}: {what} is {int(values[index])}, wanted 1 to {most} (its last step had "
@@ -197,3 +206,7 @@ class StepChecker:
                 f"generation rows: target_logits is {logits.dtype} {list(logits.shape)} on {logits.device}, wanted floating "
                 f"point [{batch}, {width}, at least {self._config.vocab_size}] on {self._device}"
             )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -241,10 +241,18 @@ class StepRun:
         return torch.tensor([entry.temperature for entry in params], dtype=torch.float32, device=self._device)
 
     def _uniforms(self, kinds: dict[int, DrawKind], count: int) -> torch.Tensor:
-        """Draws of the output rows in `kinds`, float32 [len(kinds), count], keyed by each request's length before the step."""
+        """Draws of the output rows in `kinds`, float32 [len(kinds), count].
+
+        Keyed by the end of the prompt for the first block, however the prompt was cut into chunks, and by the length before
+        the step for all others.
+        """
         rows = []
         for index, kind in kinds.items():
             request = self._plan.requests[index]
-            position = 0 if request is None else request.length
+            if index < self._first_row:
+                chunk = self._plan.context[index]
+                position = chunk.start_position + chunk.target_hidden.shape[0]
+            else:
+                position = 0 if request is None else request.length
             rows.append(self._plan.sampling[index].uniforms(position, kind, count))
         return torch.stack(rows).to(self._device)

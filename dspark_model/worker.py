@@ -101,15 +101,15 @@ class DFlashWorker:
         With `prefix` the first rows are there already, and its first chunk starts behind them.
 
         Raises:
-            ValueError: the id is None or in use, or max_context is out of range.
+            ValueError: the id is None or in use, max_context is out of range, or the prefix was released already.
             CapacityError: no slot or not enough pages are left; nothing was changed.
         """
         limit = self.pool.config.max_positions
         max_context = limit if max_context is None else max_context
         if request_id is None or request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is None or in use; release it first or take another id")
-        if not 1 <= max_context <= limit:
-            raise ValueError(f"max_context is {max_context}, wanted 1 to the pool's max_positions of {limit}")
+        if not isinstance(max_context, int) or not 1 <= max_context <= limit:
+            raise ValueError(f"max_context is {max_context!r}, wanted 1 to the pool's max_positions of {limit}")
         if prefix is not None and prefix.num_tokens > max_context:
             raise ValueError(f"the prefix has {prefix.num_tokens} tokens, above max_context {max_context}")
         if not self._free_slots:
@@ -219,21 +219,23 @@ class DFlashWorker:
 
 def _output(plan: StepPlan, result: StepResult, num_drafts: int, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
     """Spread the R drafted rows over the B output rows."""
-    batch, draft = len(plan.requests), result.draft
-    draft_tokens = torch.full((batch, num_drafts), verify.NO_TOKEN, device=result.anchors.device)
+    batch, draft, device = len(plan.requests), result.draft, result.anchors.device
+    live = torch.tensor([request is not None for request in plan.requests], dtype=torch.bool, device=device)
+    draft_tokens = torch.full((batch, num_drafts), verify.NO_TOKEN, device=device)
     confidence = None
     if draft is not None:
         draft_tokens[result.drafted] = draft.draft_tokens
         if draft.confidence_logits is not None:
-            confidence = torch.zeros(batch, num_drafts, device=result.anchors.device)
+            confidence = torch.zeros(batch, num_drafts, device=device)
             confidence[result.drafted] = torch.sigmoid(draft.confidence_logits)
+            confidence[~live] = 0.0
     return StepOutput(
         request_ids=tuple(None if request is None else request.request_id for request in plan.requests),
         committed_tokens=result.committed_tokens,
         num_accepted=result.num_accepted,
         num_committed=result.num_committed,
-        anchor=result.anchors,
-        draft_tokens=draft_tokens,
+        anchor=torch.where(live, result.anchors, verify.NO_TOKEN),
+        draft_tokens=torch.where(live[:, None], draft_tokens, verify.NO_TOKEN),
         num_valid_drafts=result.num_valid_drafts,
         confidence=confidence,
         num_dropped=result.num_dropped,

@@ -32,7 +32,7 @@ def block_attention(
     pages = page_table[:, :num_pages].long().clamp(min=0)
     index = torch.arange(pages.shape[1] * page_size, device=queries.device)
     used = index < seq_lens[:, None]
-    keys = latents[pages].reshape(batch, -1, width).float()
+    keys = latents[pages].reshape(batch, pages.shape[1] * page_size, width).float()
     keys = torch.where(used[..., None], keys, 0.0)
     visible = used[:, None, :].expand(batch, rows, -1)
     if causal:
