@@ -1,13 +1,11 @@
-"""Reading and writing drafter checkpoints: files, names, strictness, memory.
+"""Reading drafter checkpoints: files, names, strictness, memory.
 
 Data goes through `safetensors`, repos through `huggingface_hub`.  Loading is strict in both directions: missing, surplus and
 mis-shaped tensors are collected and raised together.
 """
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,10 +15,10 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from dspark_model.config import DrafterConfig
+from dspark_model.quantisation import SCALE_SUFFIX, dequantise_rows
 
 
 class CheckpointError(ValueError):
@@ -208,8 +206,8 @@ def load_model(
     _check_names(files.folder, wanted, {name: entry for name, entry in stored.items() if name not in unused})
     for name in wanted:
         module = model.get_submodule(name.rpartition(".")[0])
-        weight = nn.Parameter(_read_tensor(stored[name], dtype, device), requires_grad=False)
-        module.register_parameter(name.rpartition(".")[2], weight)
+        tensor = _read_tensor(stored[name], dtype, device, scales=stored.get(name + SCALE_SUFFIX))
+        module.register_parameter(name.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
     return model.eval()
 
 
@@ -238,10 +236,12 @@ def _check_placement(tables: dict[str, torch.Tensor | None], dtype: torch.dtype,
 
 def _check_names(folder: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, TensorEntry]) -> None:
     problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in stored]
-    problems += [f"surplus: {entry.stored_name}" for name, entry in stored.items() if name not in wanted]
+    scaled = {name + SCALE_SUFFIX: (shape[0], 1) for name, shape in wanted.items() if len(shape) == 2}
+    known = wanted | {name: shape for name, shape in scaled.items() if name in stored}
+    problems += [f"surplus: {entry.stored_name}" for name, entry in stored.items() if name not in known]
     problems += [
         f"shape: {stored[name].stored_name} is {list(stored[name].shape)}, wanted {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in known.items()
         if name in stored and stored[name].shape != shape
     ]
     if problems:
@@ -250,54 +250,36 @@ def _check_names(folder: Path, wanted: dict[str, tuple[int, ...]], stored: dict[
         )
 
 
-def _read_tensor(entry: TensorEntry, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Read one tensor straight into its final dtype and device, a bounded number of bytes at a time."""
-    result = torch.empty(entry.shape, dtype=dtype, device=device)
+def _read_tensor(
+    entry: TensorEntry, dtype: torch.dtype, device: torch.device, *, scales: TensorEntry | None = None
+) -> torch.Tensor:
+    """Read one tensor straight into its final dtype and device, a bounded number of bytes at a time; int8 values are
+    multiplied by their rows' scales."""
     if not entry.shape:
         raise CheckpointError(f"{entry.stored_name} in {entry.file} is a scalar; no drafter tensor is one")
-    row_bytes = max(result[:1].numel() * 4, 1)
-    step = max(_READ_BYTES // row_bytes, 1)
+    result = torch.empty(entry.shape, dtype=dtype, device=device)
+    row_scales = None if scales is None else _read_tensor(scales, torch.float32, torch.device("cpu"))
+    step = max(_READ_BYTES // max(result[:1].numel() * 4, 1), 1)
     for start in range(0, entry.shape[0], step):
-        try:
-            with safe_open(entry.file, framework="pt") as reader:
-                rows = reader.get_slice(entry.stored_name)[start : start + step]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{entry.file} could not be read ({error}); download it again") from error
-        if rows.dtype not in _WEIGHT_DTYPES:
+        rows = _read_rows(entry, start, start + step)
+        if row_scales is not None and rows.dtype is torch.int8:
+            rows = dequantise_rows(rows, row_scales[start : start + step], dtype)
+        elif row_scales is not None or rows.dtype not in _WEIGHT_DTYPES:
             raise CheckpointError(
-                f"{entry.stored_name} in {entry.file} is stored as {rows.dtype}; quantised weights are not supported"
+                f"{entry.stored_name} in {entry.file} is stored as {rows.dtype} {'with' if scales else 'without'} row scales; "
+                f"supported: {', '.join(str(kind).removeprefix('torch.') for kind in _WEIGHT_DTYPES)}, and int8 with "
+                f"float32 scales [rows, 1] under the same name + {SCALE_SUFFIX!r}"
             )
         result[start : start + step].copy_(rows)
     return result
 
 
-def save_model(model: nn.Module, folder: Path) -> None:
-    """Write the drafter's own parameters and config; see `MLADSparkForCausalLM.save_pretrained`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shared = {EMBED_TOKENS} if model.embedding_source == "target" else set()
-    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items() if name not in shared}
-    config = {**model.config.to_dict(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
-    _replace(folder / SINGLE_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    _replace(folder / "config.json", lambda path: path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
-    index = folder / INDEX_FILE
-    if index.exists():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        index.unlink()
-        for shard in shards - {SINGLE_FILE}:
-            (folder / shard).unlink(missing_ok=True)
-
-
-def _replace(path: Path, write) -> None:
-    """Write beside `path`, then move into place, so that an interrupted save leaves the old file whole."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(handle)
+def _read_rows(entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
     try:
-        write(Path(temporary))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        with safe_open(entry.file, framework="pt") as reader:
+            return reader.get_slice(entry.stored_name)[start:stop]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{entry.file} could not be read ({error}); download it again") from error
 
 
 def embeddings_bit_equal(drafter_table: torch.Tensor, target_table: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_model.config_keys import ConfigError, KeyReader
+from dspark_model.quantisation import QUANT_METHOD
 
 
 class Family(StrEnum):
@@ -139,6 +140,7 @@ class DrafterConfig:
     slot_rule_source: str = field(compare=False)
     mask_embedding: bool
     dtype: str
+    quant_method: str | None
 
     @property
     def num_context_features(self) -> int:
@@ -232,6 +234,7 @@ class DrafterConfig:
             slot_rule_source=slot_rule_source,
             mask_embedding=reader.boolean("mask_embedding", default=False),
             dtype=reader.choice("dtype", DTYPES, default="bfloat16"),
+            quant_method=reader.quant_method(QUANT_METHOD),
         )
         _read_stated_facts(reader, config)
         reader.refuse_unread()
@@ -254,8 +257,10 @@ class DrafterConfig:
         rope["rope_theta"] = rope.pop("theta")
         if self.rope.rope_type is RopeType.DEFAULT:
             rope = {key: rope[key] for key in ("rope_type", "rope_theta")}
-        for derived in ("family", "slot_rule_source"):
+        for derived in ("family", "slot_rule_source", "quant_method"):
             data.pop(derived)
+        if self.quant_method is not None:
+            data["quantization_config"] = {"quant_method": self.quant_method}
         data["torch_dtype"] = data.pop("dtype")
         data["target_layer_ids"] = list(self.target_layer_ids)
         data = {key: value for key, value in data.items() if value is not None}
@@ -322,7 +327,6 @@ _FIXED_FACTS = (
     ("rope_interleave", True, "half-split RoPE"),
     ("tie_word_embeddings", False, "a head tied to the drafter's embedding; the head is the target's"),
     ("sliding_window", None, "a sliding window"),
-    ("quantization_config", None, "a quantised checkpoint"),
     ("compression_config", None, "a quantised checkpoint"),
 )
 

@@ -140,6 +140,18 @@ class KeyReader:
         if value != wanted:
             raise ConfigError(f"{name} is {value!r}: {meaning} is not supported (supported: {wanted!r} or no such key)")
 
+    def quant_method(self, supported: str) -> str | None:
+        """The checkpoint's weight storage: None without a `quantization_config`, else `supported`."""
+        section = self._value("quantization_config", None)
+        if section is None:
+            return None
+        if section != {"quant_method": supported}:
+            raise ConfigError(
+                f"quantization_config is {section!r}; supported: no such key, or {{'quant_method': {supported!r}}} "
+                "(int8 matrices with one scale per row)"
+            )
+        return supported
+
     def refuse_prefix(self, prefix: str, reason: str) -> None:
         hits = [key for key in self._data if key.lower().startswith(prefix)]
         if hits:

@@ -145,7 +145,9 @@ def _print_result(result: DemoResult) -> None:
     print(f"\n=== {result.prompt}\n{result.text.strip()}\n")
     print(f"  tokens           {len(drafted.tokens)}; {verdict(result.comparison)}")
     print(f"  committed        {drafted.committed_per_pass:.2f} tokens per target pass ({drafted.num_passes} passes)")
-    print(f"  accepted draft   {'  '.join(f'{k + 1}: {rate}' for k, rate in enumerate(_rates(drafted)))}   (given those before)")
+    print(
+        f"  accepted draft   {'  '.join(f'{k + 1}: {rate}' for k, rate in enumerate(_rates(drafted)))}   (given those before)"
+    )
     print(
         f"  decode time      {drafted.seconds:.2f} s with the drafter, {plain.seconds:.2f} s without: "
         f"{plain.seconds / max(drafted.seconds, 1e-9):.2f}x"

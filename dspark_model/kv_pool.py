@@ -31,12 +31,12 @@ class PagedLatents:
     def __init__(self, config: PoolConfig, drafter: DrafterConfig, layer_views: Sequence[torch.Tensor]):
         self.config = config
         self.layer_views = tuple(layer_views)
+        _check_views(self.layer_views, config, drafter)
         device = self.layer_views[0].device
         # A request holds its context and, behind it, the block's own rows (K + 1 with the plain slot rule).
         self.max_rows = config.max_positions + config.num_drafts + 1
         self.page_table = torch.full((config.max_requests, self.pages_for(self.max_rows)), -1, dtype=torch.int32, device=device)
         self.num_pages = torch.zeros(config.max_requests, dtype=torch.int64, device=device)
-        _check_views(self.layer_views, config, drafter)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dspark_model import checkpoint, ops
+from dspark_model import checkpoint, checkpoint_write, ops
 from dspark_model.config import DrafterConfig
 from dspark_model.heads import ConfidenceHead, MarkovHead
 from dspark_model.layers import GatedMLP, MLAAttention, RMSNorm
@@ -156,12 +156,20 @@ class MLADSparkForCausalLM(nn.Module):
             cls, config, files, tables, embedding=embedding, dtype=dtype, device=device, ignore_tensors=ignore_tensors
         )
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors` in the format that `from_pretrained` reads, creating `folder`.
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        storage: checkpoint_write.WeightStorage | str = checkpoint_write.WeightStorage.PLAIN,
+        max_shard_bytes: int | None = None,
+    ) -> None:
+        """Write `config.json` and the weights in the format that `from_pretrained` reads, creating `folder`.
 
-        The target's tables are left out.  An existing checkpoint in the folder is replaced.
+        The target's tables are left out.  A checkpoint that is in the folder already is replaced.
+        storage: `plain` keeps the dtype; `int8_rows` stores matrices as int8 with one float32 scale per row.
+        max_shard_bytes: splits the weights into several files, with an index, when they are larger.
         """
-        checkpoint.save_model(self, Path(folder))
+        checkpoint_write.save_model(self, Path(folder), storage=storage, max_shard_bytes=max_shard_bytes)
 
     @property
     def dtype(self) -> torch.dtype:

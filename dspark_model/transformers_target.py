@@ -89,9 +89,13 @@ class TransformersTarget:
         self.max_requests, self.max_positions = max_requests, max_positions
         self._cache_keyword = cache_keyword(model)
         self._taps: dict[int, torch.Tensor] = {}
-        for layer_id in self.target_layer_ids:
-            self.layers[layer_id].register_forward_hook(self._tap_hook(layer_id))
+        self._hooks = [self.layers[i].register_forward_hook(self._tap_hook(i)) for i in self.target_layer_ids]
         self.cache = SlotCache(self._probe_shapes(), max_requests, max_positions, self.embed_tokens)
+
+    def close(self) -> None:
+        """Take the hooks off the model; the object cannot be used afterwards."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.inference_mode()
     def forward(
