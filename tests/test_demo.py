@@ -1,5 +1,6 @@
 """The demo, end to end: SmolLM2-135M-Instruct with a drafter from disk, through the script that users run."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -22,30 +23,36 @@ def script_main(monkeypatch, *arguments) -> int:
     return module.main()
 
 
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> demo.Demo:
+    """The real target with a random drafter; loaded once, since reading the GGUF file takes half a minute."""
+    folder = tmp_path_factory.mktemp("smollm2") / "random_drafter"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "RANDOM_DRAFTER", folder)
+        patch.setattr(demo, "shipped_drafter", no_drafter)
+        loaded = load_demo(CONFIG)
+    assert loaded.drafter == folder
+    assert DrafterConfig.from_file(folder / "config.json").hidden_size == 576
+    return loaded
+
+
 @pytest.mark.smollm2
-def test_smollm2_with_a_drafter_equals_plain_greedy(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "RANDOM_DRAFTER", tmp_path / "random_drafter")
-    monkeypatch.setattr(demo, "shipped_drafter", no_drafter)
-    assert script_main(monkeypatch, "--max-new-tokens", 10, "What is the capital of France?") == 0
+def test_smollm2_with_a_drafter_equals_plain_greedy(smollm2, capsys):
+    results = run_demo(smollm2, ["What is the capital of France?", "Count to five."], max_new_tokens=10)
+    assert print_report(results) == 0
     printed = capsys.readouterr().out
     assert "Paris" in printed
-    assert "1 texts equal, 0 differ from a tie on, 0 wrong" in printed
-    assert "committed per target pass" in printed
-    assert DrafterConfig.from_file(tmp_path / "random_drafter" / "config.json").hidden_size == 576
+    assert "2 texts equal, 0 differ from a tie on, 0 wrong" in printed
+    assert all(line in printed for line in ("committed per target pass", "accepted draft", "decode time"))
 
 
 @pytest.mark.smollm2
-def test_a_wrong_text_gives_exit_status_1(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "RANDOM_DRAFTER", tmp_path / "random_drafter")
-    monkeypatch.setattr(demo, "shipped_drafter", no_drafter)
-    loaded = load_demo(CONFIG)
-    (result,) = run_demo(loaded, ["Count to five."], max_new_tokens=6)
+def test_a_wrong_text_gives_exit_status_1(smollm2):
+    (result,) = run_demo(smollm2, ["Count to five."], max_new_tokens=6)
     assert print_report([result]) == 0
     result.drafted.tokens[2] += 1
-    broken = demo.DemoResult(
-        result.prompt, result.text, result.plain, result.drafted, compare_greedy(result.plain, result.drafted)
-    )
-    assert print_report([broken]) == 1
+    comparison = compare_greedy(result.plain, result.drafted)
+    assert print_report([dataclasses.replace(result, comparison=comparison)]) == 1
 
 
 def no_drafter():
