@@ -88,9 +88,11 @@ def generate(
     with a temperature the tokens follow the target's own distribution.
 
     Raises:
-        ValueError: a prompt is empty or too long for target or worker, or there are more prompts than slots.
+        ValueError: a prompt is empty or too long for target or worker, there are more prompts than slots, or the target taps
+            other layers than the drafter was made for.
         CapacityError: the worker cannot admit the prompts.
     """
+    _check_taps(target, worker)
     _check_prompts(target, prompts, max_new_tokens + worker.num_drafts, prefill_chunk)
     texts = [_Text(index, list(prompt), max_new_tokens, frozenset(end_tokens)) for index, prompt in enumerate(prompts)]
     requests = [("generate", index) for index in range(len(prompts))]
@@ -289,6 +291,16 @@ def _integers(target: Target, values: list[int]) -> torch.Tensor:
 
 def _starts(target: Target, active: list[_Text]) -> torch.Tensor:
     return _integers(target, [text.known for text in active])
+
+
+def _check_taps(target: Target, worker: DFlashWorker) -> None:
+    """Taps of other layers would have the right width and cost acceptance silently."""
+    wanted = worker.model.config.target_layer_ids
+    if tuple(target.target_layer_ids) != wanted:
+        raise ValueError(
+            f"the target taps layers {list(target.target_layer_ids)}, but the drafter was made for {list(wanted)}; build the "
+            "target with the drafter's target_layer_ids"
+        )
 
 
 def _check_prompts(target: Target, prompts: Sequence[Sequence[int]], extra: int, chunk: int) -> None:

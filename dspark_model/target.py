@@ -26,6 +26,7 @@ class Target(Protocol):
     start.  `TransformersTarget` is the implementation for `transformers` models.
     """
 
+    target_layer_ids: tuple[int, ...]
     lm_head: torch.Tensor
     embed_tokens: torch.Tensor
     vocab_size: int

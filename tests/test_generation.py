@@ -182,3 +182,9 @@ def test_bad_prompts_are_refused(target, worker, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate(target, worker, prompts, max_new_tokens=NEW_TOKENS, **options)
     assert worker.num_requests == 0
+
+
+def test_a_target_that_taps_other_layers_is_refused(target, worker):
+    other = TransformersTarget(target.model, (0, 3), max_requests=1, max_positions=64)
+    with pytest.raises(ValueError, match=r"taps layers \[0, 3\], but the drafter was made for \[1, 3\]"):
+        generate(other, worker, PROMPTS[:1], max_new_tokens=4)
