@@ -4,6 +4,7 @@ Data goes through `safetensors`, repos through `huggingface_hub`.  Loading is st
 mis-shaped tensors are collected and raised together.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
@@ -62,6 +63,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBED_TOKENS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+MASK_EMBEDDING = "mask_embedding.weight"
 
 # (pattern, replacement) applied in order to a stored name; SpecForge and TensorRT-LLM spellings on the left.
 RENAMES = (
@@ -158,10 +160,18 @@ def _weight_files(folder: Path) -> list[tuple[Path, set[str] | None]]:
             by_file.setdefault(file, set()).add(name)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged ({error!r}); download it again") from None
+    outside = [name for name in sorted(by_file) if not is_plain_name(name)]
+    if outside:
+        raise CheckpointError(f"{index} names {outside}, wanted names of files in its own folder")
     missing = [name for name in sorted(by_file) if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{INDEX_FILE} in {folder} names shards that are not there: {missing}; download them again")
     return [(folder / name, by_file[name]) for name in sorted(by_file)]
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a shard's name in an index stands for a file in the index's own folder."""
+    return Path(name).name == name
 
 
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -185,7 +195,12 @@ def load_model(
 ) -> nn.Module:
     """Build `model_class` with every parameter read from `files`, or from the target's tables; see `from_pretrained`."""
     dtype = getattr(torch, config.dtype) if dtype is None else dtype
-    device = torch.device(device)
+    if dtype not in (*_WEIGHT_DTYPES, torch.float64):
+        raise ValueError(
+            f"dtype is {dtype!r}, wanted torch.float32, bfloat16, float16 or float64, or None for the checkpoint's"
+        )
+    # With its index: "cuda" is the current device, which need not be the one that the target's tables are on.
+    device = torch.empty(0, device=device).device
     ignored = set(ignore_tensors)
     stored = {name: entry for name, entry in files.tensors.items() if entry.stored_name not in ignored}
     own_embedding = _use_own_embedding(EmbeddingChoice(embedding), stored, tables)
@@ -197,18 +212,26 @@ def load_model(
                 f"{files.folder} has no {LM_HEAD}, as usual for a drafter, and no lm_head was given; pass the target's "
                 "(lm_head=target.lm_head.weight)"
             )
-        lm_head = _read_tensor(stored[LM_HEAD], dtype, device)
+        lm_head = _read_tensor(stored[LM_HEAD], dtype, device, scales=stored.get(LM_HEAD + SCALE_SUFFIX))
     _check_placement({"lm_head": lm_head, "target_embed_tokens": embed_tokens}, dtype, device)
+    if MASK_EMBEDDING in stored:
+        config = dataclasses.replace(config, mask_embedding=True)
     with torch.device("meta"):
         model = model_class(config, lm_head=lm_head, target_embed_tokens=embed_tokens)
+    model.lm_head_source = "checkpoint" if tables.lm_head is None else "target"
     unused = {LM_HEAD} if own_embedding else {LM_HEAD, EMBED_TOKENS}
     wanted = {name: tuple(tensor.shape) for name, tensor in model.named_parameters() if tensor.is_meta}
+    if MASK_EMBEDDING in stored and len(stored[MASK_EMBEDDING].shape) == 1:
+        wanted[MASK_EMBEDDING] = (config.hidden_size,)
     needed = {name: entry for name, entry in stored.items() if name.removesuffix(SCALE_SUFFIX) not in unused}
     _check_names(files.folder, wanted, needed, config.quant_method)
     for name in wanted:
-        module = model.get_submodule(name.rpartition(".")[0])
-        tensor = _read_tensor(stored[name], dtype, device, scales=stored.get(name + SCALE_SUFFIX))
-        module.register_parameter(name.rpartition(".")[2], nn.Parameter(tensor, requires_grad=False))
+        module, _, leaf = name.rpartition(".")
+        # A trained mask row keeps its own dtype; the block rounds it to the embedding's.
+        kept = _read_rows(stored[name], 0, 1).dtype if name == MASK_EMBEDDING else dtype
+        tensor = _read_tensor(stored[name], kept, device, scales=stored.get(name + SCALE_SUFFIX))
+        tensor = tensor.reshape(model.get_parameter(name).shape)
+        model.get_submodule(module).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     return model.eval()
 
 
@@ -227,8 +250,7 @@ def _check_placement(tables: dict[str, torch.Tensor | None], dtype: torch.dtype,
     for name, table in tables.items():
         if table is None:
             continue
-        same_device = table.device.type == device.type and device.index in (None, table.device.index)
-        if table.dtype is not dtype or not same_device:
+        if table.dtype is not dtype or table.device != device:
             raise ValueError(
                 f"{name} is {table.dtype} on {table.device}, but the drafter is loaded as {dtype} on {device}; "
                 f"pass {name}.to({str(device)!r}, {dtype}) or load the drafter with that dtype and device"

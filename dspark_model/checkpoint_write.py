@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dspark_model.checkpoint import EMBED_TOKENS, INDEX_FILE, SINGLE_FILE, CheckpointError
+from dspark_model.checkpoint import EMBED_TOKENS, INDEX_FILE, LM_HEAD, SINGLE_FILE, CheckpointError, is_plain_name
 from dspark_model.quantisation import QUANT_METHOD, SCALE_SUFFIX, quantise_rows
 
 
@@ -29,6 +29,8 @@ def save_model(model: nn.Module, folder: Path, *, storage: WeightStorage | str, 
     folder.mkdir(parents=True, exist_ok=True)
     shared = {EMBED_TOKENS} if model.embedding_source == "target" else set()
     tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items() if name not in shared}
+    if model.lm_head_source == "checkpoint":
+        tensors[LM_HEAD] = model.lm_head.cpu().contiguous()
     if storage is WeightStorage.INT8_ROWS:
         tensors = _quantise(tensors)
     shards = _split(tensors, max_shard_bytes)
@@ -73,10 +75,14 @@ def _split(tensors: dict[str, torch.Tensor], max_bytes: int | None) -> dict[str,
 
 
 def _weight_file_names(folder: Path) -> set[str]:
-    """Weight files of the checkpoint that is in the folder already, if any."""
+    """Weight files of the checkpoint that is in the folder already, if any; none outside it, whatever its index says."""
     names = {SINGLE_FILE} if (folder / SINGLE_FILE).exists() else set()
     if (folder / INDEX_FILE).exists():
-        names |= set(json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+            names |= {name for name in weight_map.values() if is_plain_name(name)}
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX_FILE} is damaged ({error!r}); delete it or save elsewhere") from None
     return names
 
 

@@ -283,6 +283,7 @@ _DIMENSIONS = (
 
 
 def _read_family(reader: KeyReader) -> Family:
+    _refuse_gqa(reader)
     model_type = reader.string("model_type")
     if model_type not in MODEL_TYPES:
         raise ConfigError(f"model_type {model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
@@ -294,9 +295,7 @@ def _read_family(reader: KeyReader) -> Family:
     return MODEL_TYPES[model_type]
 
 
-def _refuse_unsupported(reader: KeyReader) -> None:
-    """Refuse, by name, what would change the maths in a way that this package does not implement."""
-    reader.refuse_prefix("lilicorr", "LiLiCorr drafters are not supported")
+def _refuse_gqa(reader: KeyReader) -> None:
     heads = reader.integer("num_attention_heads", minimum=1)
     kv_heads = reader.integer("num_key_value_heads", default=heads, minimum=1)
     if kv_heads != heads:
@@ -304,6 +303,11 @@ def _refuse_unsupported(reader: KeyReader) -> None:
             f"num_key_value_heads is {kv_heads} and num_attention_heads {heads}: this is a GQA drafter; "
             "only MLA drafters (kv_lora_rank, one shared latent) are supported"
         )
+
+
+def _refuse_unsupported(reader: KeyReader) -> None:
+    """Refuse, by name, what would change the maths in a way that this package does not implement."""
+    reader.refuse_prefix("lilicorr", "LiLiCorr drafters are not supported")
     if "kv_lora_rank" not in reader:
         raise ConfigError("kv_lora_rank is missing: this is not an MLA drafter (GQA drafters are not supported)")
     for key, wanted, meaning in _FIXED_FACTS:
@@ -362,6 +366,12 @@ def _read_stated_facts(reader: KeyReader, config: DrafterConfig) -> None:
     stated = reader.integer("num_target_layers", default=config.num_context_features, minimum=1)
     if stated < config.num_context_features:
         raise ConfigError(f"num_target_layers is {stated}, below the {config.num_context_features} target_layer_ids")
+    width = reader.integer("qk_head_dim", default=config.qk_head_dim)
+    if width != config.qk_head_dim:
+        raise ConfigError(
+            f"qk_head_dim is {width}, but qk_nope_head_dim {config.qk_nope_head_dim} and qk_rope_head_dim "
+            f"{config.qk_rope_head_dim} make {config.qk_head_dim}; they must agree"
+        )
 
 
 def _check_taps(config: DrafterConfig) -> None:

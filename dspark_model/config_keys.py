@@ -38,7 +38,7 @@ ROPE_SPELLINGS = {
 INERT_KEYS = frozenset({
     "_name_or_path", "auto_map", "transformers_version", "use_cache", "initializer_range", "attention_dropout",
     "attn_implementation", "_attn_implementation", "return_dict", "output_hidden_states", "output_attentions",
-    "pretraining_tp", "max_window_layers", "use_sliding_window", "head_dim", "qk_head_dim",
+    "pretraining_tp", "max_window_layers", "use_sliding_window", "head_dim",
 })  # fmt: skip
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from dspark_model.config import DrafterConfig
+from dspark_model.config_keys import ConfigError
 from dspark_model.generation import TIE_MARGIN, Generation, GreedyComparison, compare_greedy, generate, generate_plain
 from dspark_model.kv_pool import LatentKVPool
 from dspark_model.modeling import MLADSparkForCausalLM
-from dspark_model.presets import load_config
-from dspark_model.shipped import shipped_drafter
+from dspark_model.presets import Preset, load_config
+from dspark_model.runtime import pool_dtype_for
+from dspark_model.shipped import SMOLLM2, shipped_folder
 from dspark_model.target import Target
 from dspark_model.worker import DFlashWorker
 
@@ -46,30 +48,39 @@ class DemoResult:
 
 
 def load_demo(config: Path, overrides: Sequence[str] = (), *, drafter: Path | None = None, gguf: Path | None = None) -> Demo:
-    """Load SmolLM2 as the target and a drafter for it: `drafter`, else the shipped one, else a random one made on disk."""
+    """Load SmolLM2 as the target and a drafter for it: `drafter`, else the preset's `checkpoint.path`.  Where that is the
+    shipped drafter's place and this version ships none, a random one is made on disk.
+
+    Raises:
+        ConfigError: the preset has no `checkpoint.path`.
+        FileNotFoundError: the drafter or the GGUF file is not there.
+    """
     from dspark_model.smollm2 import load_smollm2
     from dspark_model.transformers_target import TransformersTarget
 
     preset = load_config(config, overrides)
     model, tokenizer = load_smollm2(gguf=gguf)
-    folder = drafter or _default_drafter(model)
+    folder = drafter or _preset_drafter(preset, model)
     taps = DrafterConfig.from_file(folder / "config.json").target_layer_ids
     room = preset.pool.max_positions + preset.pool.num_drafts + 1
     target = TransformersTarget(model, taps, max_requests=preset.pool.max_requests, max_positions=room)
     drafting = MLADSparkForCausalLM.from_pretrained(
         folder, lm_head=target.lm_head, target_embed_tokens=target.embed_tokens, dtype=target.dtype, device=target.device
     )
-    pool = LatentKVPool(preset.pool, drafting.config, dtype=target.dtype, device=target.device)
+    pool_dtype = pool_dtype_for(preset.runtime.kv_dtype, target.dtype)
+    pool = LatentKVPool(preset.pool, drafting.config, dtype=pool_dtype, device=target.device)
     return Demo(target, tokenizer, DFlashWorker(drafting, pool, preset.runtime), folder)
 
 
-def _default_drafter(model: torch.nn.Module) -> Path:
-    try:
-        return shipped_drafter()
-    except FileNotFoundError:
+def _preset_drafter(preset: Preset, model: torch.nn.Module) -> Path:
+    if preset.checkpoint is None or preset.checkpoint.path is None:
+        raise ConfigError("the demo needs a preset with checkpoint.path, or --drafter; download a repo's drafter first")
+    folder = Path(preset.checkpoint.path)
+    if folder == shipped_folder(SMOLLM2) and not (folder / "config.json").is_file():
         print(f"no trained drafter is here: making a seeded random one in {RANDOM_DRAFTER}, which will accept next to nothing")
         write_random_drafter(model, RANDOM_DRAFTER)
         return RANDOM_DRAFTER
+    return folder
 
 
 def write_random_drafter(model: torch.nn.Module, folder: Path, *, seed: int = 0) -> None:

@@ -28,7 +28,7 @@ class Generation:
     offered, accepted: by block position k, passes in which draft k was checked with all drafts before it accepted, and in
         which it was accepted too; drafts past the end of the text are not counted.
     confidence: pairs (estimate, accepted) of the drafts in `offered`, where the drafter has that head.
-    seconds: wall time of all passes after the prefill.
+    seconds: wall time of all passes after the prefill; a pass of a batch is shared out evenly among its texts.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -92,8 +92,8 @@ def generate(
             other layers than the drafter was made for.
         CapacityError: the worker cannot admit the prompts.
     """
-    _check_taps(target, worker)
-    _check_prompts(target, prompts, max_new_tokens + worker.num_drafts, prefill_chunk)
+    _check_made_for(target, worker)
+    _check_prompts(target, prompts, max_new_tokens, worker.num_drafts, prefill_chunk)
     texts = [_Text(index, list(prompt), max_new_tokens, frozenset(end_tokens)) for index, prompt in enumerate(prompts)]
     requests = [("generate", index) for index in range(len(prompts))]
     admitted = []
@@ -127,7 +127,7 @@ def generate_plain(
     prefill_chunk: int = 512,
 ) -> list[Generation]:
     """Generate token by token with the target alone; arguments as in `generate`."""
-    _check_prompts(target, prompts, max_new_tokens, prefill_chunk)
+    _check_prompts(target, prompts, max_new_tokens, 0, prefill_chunk)
     texts = [_Text(index, list(prompt), max_new_tokens, frozenset(end_tokens)) for index, prompt in enumerate(prompts)]
     for text in texts:
         text.begin(_run_prompt(target, text, prefill_chunk)[1].logits[0, -1], sampling)
@@ -293,8 +293,15 @@ def _starts(target: Target, active: list[_Text]) -> torch.Tensor:
     return _integers(target, [text.known for text in active])
 
 
-def _check_taps(target: Target, worker: DFlashWorker) -> None:
-    """Taps of other layers would have the right width and cost acceptance silently."""
+def _check_made_for(target: Target, worker: DFlashWorker) -> None:
+    """Refuse a target that the drafter was not made for.  Taps of other layers would have the right width and cost acceptance
+    silently; a token that the drafter does not know would stop the run halfway."""
+    vocab_size = worker.model.config.vocab_size
+    if target.vocab_size > vocab_size:
+        raise ValueError(
+            f"the target has {target.vocab_size} tokens, but the drafter only {vocab_size}: tokens past that could be neither "
+            "drafted nor anchored; use a drafter made for this target"
+        )
     wanted = worker.model.config.target_layer_ids
     if tuple(target.target_layer_ids) != wanted:
         raise ValueError(
@@ -303,7 +310,9 @@ def _check_taps(target: Target, worker: DFlashWorker) -> None:
         )
 
 
-def _check_prompts(target: Target, prompts: Sequence[Sequence[int]], extra: int, chunk: int) -> None:
+def _check_prompts(target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, num_drafts: int, chunk: int) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, wanted at least 1")
     if len(prompts) > target.max_requests:
         raise ValueError(f"{len(prompts)} prompts were given, but the target has {target.max_requests} slots; give fewer")
     if chunk < 1:
@@ -311,6 +320,7 @@ def _check_prompts(target: Target, prompts: Sequence[Sequence[int]], extra: int,
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {index} is empty; it needs at least one token")
+        extra = max_new_tokens + num_drafts
         if len(prompt) + extra > target.max_positions:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens and may grow by {extra} (new tokens and drafts), but the target "

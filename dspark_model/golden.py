@@ -53,10 +53,17 @@ class Comparison:
 
 
 def find_cases(folders: Iterable[Path]) -> list[Path]:
-    """Case folders among `folders` and one level below them, sorted."""
+    """Case folders among `folders` and one level below them, sorted.
+
+    Raises:
+        FileNotFoundError: one of `folders` holds no case.
+    """
     found: list[Path] = []
     for folder in folders:
-        found += [folder] if (folder / "case.json").is_file() else sorted(p.parent for p in folder.glob("*/case.json"))
+        here = [folder] if (folder / "case.json").is_file() else sorted(p.parent for p in folder.glob("*/case.json"))
+        if not here:
+            raise FileNotFoundError(f"{folder} has no case.json, and no folder in it has one")
+        found += here
     return found
 
 
@@ -77,6 +84,8 @@ def check_case(folder: Path, *, device: str = "cpu", layout: Layout = Layout.LAY
             # What the worker decides itself, such as the accepted rows of a step, stands among a case's inputs.
             wanted = {name: inputs[name] for name in inputs if name in observed} | expected
             rows += [_compare(label, name, value, observed, dtype) for name, value in wanted.items()]
+    if not rows:
+        raise ValueError(f"{folder} has no run with expected tensors; a case that compares nothing proves nothing")
     return rows
 
 
@@ -94,7 +103,9 @@ def _compare(
         equal = torch.equal(ours, expected)
         difference = float((ours - expected).abs().max()) if expected.numel() else 0.0
         return Comparison(*label, name, difference, "equal", equal, "" if equal else "ids differ")
-    bound = FLOAT32_BOUND if dtype is torch.float32 else BFLOAT16_BOUNDS[kind]
+    bound = FLOAT32_BOUND if dtype is torch.float32 else BFLOAT16_BOUNDS.get(kind)
+    if bound is None:
+        return Comparison(*label, name, float("nan"), "-", False, f"no bound is stated for it in {dtype}")
     distance = (ours.double() - expected.double()).abs()
     passed = bool((distance <= bound + bound * expected.double().abs()).all())
     difference = float(distance.max()) if distance.numel() else 0.0

@@ -3,22 +3,16 @@
 import torch
 from torch import nn
 
-from dspark_model import ops
 from dspark_model.config import DrafterConfig
 
 
 class MarkovHead(nn.Module):
-    """Low-rank bias on the logits from the token before: W2 W1[previous]."""
+    """The tables of the low-rank bias W2 W1[previous] on the logits; `ops.markov_chain` applies them along a block."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
-
-    def forward(self, previous_tokens: torch.Tensor) -> torch.Tensor:
-        """Bias of previous_tokens int64 [...]: float32 [..., V]."""
-        rows = self.markov_w1(previous_tokens)
-        return ops.fp32_linear(rows.flatten(0, -2), self.markov_w2.weight).unflatten(0, previous_tokens.shape)
 
 
 class ConfidenceHead(nn.Module):

@@ -212,8 +212,8 @@ class ExternalLatentPool(PagedLatents):
     """
 
     def __init__(self, config: PoolConfig, drafter: DrafterConfig, layer_views: Sequence[torch.Tensor], *, divisor: int = 1):
-        if divisor < 1:
-            raise ValueError(f"divisor is {divisor}, wanted a whole number of at least 1 (encoded offset = page x divisor)")
+        if not isinstance(divisor, int) or divisor < 1:
+            raise ValueError(f"divisor is {divisor!r}, wanted a whole number of at least 1 (encoded offset = page x divisor)")
         super().__init__(config, drafter, layer_views)
         self.divisor = divisor
 

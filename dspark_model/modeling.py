@@ -78,8 +78,9 @@ class DrafterLayer(nn.Module):
 class MLADSparkForCausalLM(nn.Module):
     """An MLA-shaped DSpark drafter.
 
-    Parameter names are the checkpoint's own.  The head is always the target's, and so is the embedding where the
-    checkpoint has none: both are held without a copy and are not part of the drafter's checkpoint.
+    Parameter names are the checkpoint's own.  The head is the target's, and so is the embedding where the checkpoint has
+    none: both are held without a copy and are not part of the drafter's checkpoint.  `lm_head_source` and
+    `embedding_source` say "target", or "checkpoint" for a table that was read from there and is saved with the drafter.
     """
 
     def __init__(self, config: DrafterConfig, *, lm_head: torch.Tensor, target_embed_tokens: torch.Tensor | None = None):
@@ -94,6 +95,7 @@ class MLADSparkForCausalLM(nn.Module):
         super().__init__()
         _check_table("lm_head", lm_head, config, like=lm_head)
         self.config = config
+        self.lm_head_source = "target"
         self.embedding_source = "checkpoint" if target_embed_tokens is None else "target"
         self.register_buffer("lm_head", lm_head.detach()[: config.vocab_size], persistent=False)
         if target_embed_tokens is None:

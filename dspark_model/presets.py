@@ -45,6 +45,8 @@ SECTIONS = {"checkpoint": CheckpointConfig, "pool": PoolConfig, "runtime": Runti
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Preset:
     """Read a preset and apply overrides such as `"runtime.fused_prologue=off"` or `"pool.num_pages=64"`.
 
+    A relative `checkpoint.path` in the file counts from the file's folder, one in an override from the working directory.
+
     Raises:
         ConfigError: the file is missing or not TOML; a section or key is unknown (the allowed ones are listed); a value
             has the wrong type.
@@ -56,6 +58,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Preset:
         raise ConfigError(f"preset {path} does not exist") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"preset {path} is not valid TOML: {error}") from None
+    _resolve_checkpoint_path(data, path.parent)
     for override in overrides:
         _apply_override(data, override)
     allowed = (*SECTIONS, "model")
@@ -70,6 +73,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Preset:
         pool=_build("pool", data.get("pool", {})),
         runtime=_build("runtime", data.get("runtime", {})),
     )
+
+
+def _resolve_checkpoint_path(data: dict[str, Any], folder: Path) -> None:
+    section = data.get("checkpoint")
+    if isinstance(section, dict) and isinstance(section.get("path"), str):
+        section["path"] = str((folder / section["path"]).resolve())
 
 
 def load_runtime(overrides: Sequence[str]) -> RuntimeConfig:
@@ -129,8 +138,9 @@ def _build(section: str, values: Any) -> Any:
 
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
-    kinds = get_args(annotation) or (annotation,)
-    wanted = tuple(str if issubclass(kind, StrEnum) else kind for kind in kinds)
+    wanted = get_args(annotation) or (annotation,)
+    if issubclass(wanted[0], StrEnum):
+        return  # the config class lists the values that it takes
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
         names = " or ".join(kind.__name__ for kind in wanted if kind is not type(None))
         raise ConfigError(f"{name} is {value!r} ({type(value).__name__}), wanted {names}")

@@ -98,10 +98,19 @@ def _resolve_backend(name: str, value: str) -> Choice:
     return Choice(name, value, value, "asked for")
 
 
-def _resolve_kv_dtype(value: str, model_dtype: torch.dtype, pool_dtype: torch.dtype) -> Choice:
-    if value is KvDtype.FP8_E4M3:
+def pool_dtype_for(kv_dtype: KvDtype, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a pool that a worker with this `RuntimeConfig.kv_dtype` accepts.
+
+    Raises:
+        ConfigError: this version has no pool of that type.
+    """
+    if kv_dtype is KvDtype.FP8_E4M3:
         raise ConfigError("runtime.kv_dtype=fp8_e4m3 is not in this version; use auto, float32, bfloat16 or float16")
-    wanted = model_dtype if value is KvDtype.AUTO else getattr(torch, value)
+    return model_dtype if kv_dtype is KvDtype.AUTO else getattr(torch, kv_dtype)
+
+
+def _resolve_kv_dtype(value: str, model_dtype: torch.dtype, pool_dtype: torch.dtype) -> Choice:
+    wanted = pool_dtype_for(value, model_dtype)
     if wanted is not pool_dtype:
         raise ConfigError(
             f"runtime.kv_dtype={value} wants a pool of {wanted} (the model is {model_dtype}), but the pool is {pool_dtype}; "

@@ -34,7 +34,8 @@ class GenerationRows:
     request_ids: B ids; None makes a dummy row (padding), which changes nothing and whose tensors may hold anything.
     target_hidden: [B, K + 1, T * E]: after the anchor, then after each draft.
     target_tokens: int64 [B, K + 1], the target's own choice at each of these rows; or
-    target_logits: [B, K + 1, V], from which the worker verifies; or
+    target_logits: [B, K + 1, V'], from which the worker verifies, V' >= the drafter's vocab_size; columns past it are padding
+        and never chosen; or
     committed_tokens int64 [B, K + 1] and num_committed int64 [B]: the verdict of a caller that has verified elsewhere.
     widths: how many of the K + 1 rows are real for each request; None means num_valid_drafts + 1 of its last step.
     sampling: B parameters; None is greedy for all.  A temperature needs target_logits to verify with.

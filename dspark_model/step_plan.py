@@ -93,7 +93,7 @@ class StepChecker:
         self._check_tensor(f"{name}: target_hidden", hidden, (None, self._config.context_width))
         if request.drafting:
             raise ValueError(f"{name}: its prompt has ended already (an anchor was given); send generation rows instead")
-        if not _is_whole(chunk.start_position) or chunk.start_position != request.length:
+        if not is_whole(chunk.start_position) or chunk.start_position != request.length:
             raise ValueError(
                 f"{name}: start_position is {chunk.start_position!r}, but the worker holds {request.length} rows of it; "
                 "chunks follow each other without gap or overlap"
@@ -106,7 +106,7 @@ class StepChecker:
             )
         if chunk.anchor is None and hidden.shape[0] == 0:
             raise ValueError(f"{name}: no rows and no anchor; there is nothing to do")
-        if chunk.anchor is not None and not (_is_whole(chunk.anchor) and 0 <= chunk.anchor < self._config.vocab_size):
+        if chunk.anchor is not None and not (is_whole(chunk.anchor) and 0 <= chunk.anchor < self._config.vocab_size):
             raise ValueError(
                 f"{name}: anchor {chunk.anchor!r} is outside the vocabulary of {self._config.vocab_size} tokens, wanted an int"
             )
@@ -131,15 +131,18 @@ class StepChecker:
                 self._check_generating(rows, index, known[request_id])
         if rows.sampling is not None and len(rows.sampling) != batch:
             raise ValueError(f"generation rows: {len(rows.sampling)} sampling entries for {batch} requests")
+        for params in rows.sampling or ():
+            if not isinstance(params, SamplingParams):
+                raise ValueError(
+                    f"generation rows: a sampling entry is {params!r}, wanted SamplingParams (greedy: SamplingParams())"
+                )
         drawn = any(params.temperature > 0 for params in rows.sampling or ())
-        if drawn and rows.target_tokens is None and rows.target_logits is None:
-            return
-        if drawn and rows.target_logits is None:
+        if drawn and rows.target_tokens is not None:
             raise ValueError("a temperature above 0 needs target_logits: target_tokens alone cannot be resampled")
 
     def _check_counts(self, rows: GenerationRows, batch: int) -> None:
         """Forms of widths and num_committed; `_check_generating` looks at the values."""
-        if rows.widths is not None and (len(rows.widths) != batch or not all(_is_whole(width) for width in rows.widths)):
+        if rows.widths is not None and (len(rows.widths) != batch or not all(is_whole(width) for width in rows.widths)):
             raise ValueError(f"generation rows: widths is {list(rows.widths)}, wanted {batch} whole numbers, 0 for a dummy row")
         counts = rows.num_committed
         if counts is not None:
@@ -208,5 +211,5 @@ class StepChecker:
             )
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -81,9 +81,8 @@ class TransformersTarget:
         ascending.
 
         Raises:
-            ValueError: the model's cache is not plain full attention, its attention is not sdpa, a layer id is not one
-            of
-                its layers, or a size is not positive.
+            ValueError: the model's cache is not plain full attention, its attention is not sdpa, a layer id is
+                not one of its layers, or a size is not positive.
         """
         _check_model(model)
         self.model = model.eval()
@@ -101,7 +100,11 @@ class TransformersTarget:
         self._cache_keyword = cache_keyword(model)
         self._taps: dict[int, torch.Tensor] = {}
         self._hooks = [self.layers[i].register_forward_hook(self._tap_hook(i)) for i in self.target_layer_ids]
-        self.cache = SlotCache(self._probe_shapes(), max_requests, max_positions, self.embed_tokens)
+        try:
+            self.cache = SlotCache(self._probe_shapes(), max_requests, max_positions, self.embed_tokens)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Take the hooks off the model; the object cannot be used afterwards."""
@@ -126,9 +129,8 @@ class TransformersTarget:
             and the bound is the largest starts[b] + N.
 
         Raises:
-            ValueError: a wrong shape, dtype or device, or (with key_rows None) a token, slot or position out of range
-            or
-                a slot that is given twice.
+            ValueError: a wrong shape, dtype or device, or (with key_rows None) a token, slot or position out of
+                range, or a slot that is given twice.
         """
         self._check_shapes(tokens, slots, starts)
         one_slot = None

@@ -16,7 +16,7 @@ from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime, resolve_runtime
 from dspark_model.serving_config import DraftSampling, RuntimeConfig
 from dspark_model.step_io import StepInput, StepOutput, StepTrace
-from dspark_model.step_plan import StepChecker, StepPlan
+from dspark_model.step_plan import StepChecker, StepPlan, is_whole
 from dspark_model.step_run import StepResult, StepRun
 from dspark_model.worker_state import RequestState, SlotState
 
@@ -108,7 +108,7 @@ class DFlashWorker:
         max_context = limit if max_context is None else max_context
         if request_id is None or request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is None or in use; release it first or take another id")
-        if not isinstance(max_context, int) or not 1 <= max_context <= limit:
+        if not is_whole(max_context) or not 1 <= max_context <= limit:
             raise ValueError(f"max_context is {max_context!r}, wanted 1 to the pool's max_positions of {limit}")
         if prefix is not None and prefix.num_tokens > max_context:
             raise ValueError(f"the prefix has {prefix.num_tokens} tokens, above max_context {max_context}")
@@ -144,9 +144,9 @@ class DFlashWorker:
         request = self._request(request_id)
         if not isinstance(self.pool, LatentKVPool):
             raise ValueError("the outside engine keeps the prefixes of an external pool")
-        if not 1 <= num_tokens <= request.length:
+        if not is_whole(num_tokens) or not 1 <= num_tokens <= request.length:
             raise ValueError(
-                f"a prefix of {num_tokens} tokens was asked for, but request {request_id!r} holds {request.length}"
+                f"a prefix of {num_tokens!r} tokens was asked for, but request {request_id!r} holds {request.length}"
             )
         return self.pool.retain_prefix(request.slot, num_tokens)
 

@@ -31,4 +31,3 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
   "${pip[@]}" install --quiet --no-deps --no-build-isolation --editable "$root"
   echo "$wanted" >"$venv/installed"
 fi
-cd "$root"

@@ -20,9 +20,10 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("highest")
-    cases = find_cases(arguments.folders)
-    if not cases:
-        print(f"no case.json in {[str(folder) for folder in arguments.folders]}", file=sys.stderr)
+    try:
+        cases = find_cases(arguments.folders)
+    except FileNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     rows = [row for case in cases for row in check_case(case, device=arguments.device)]
     print_table(rows)

@@ -707,6 +707,47 @@ def test_saving_over_a_checkpoint_leaves_nothing_of_it(before, shard_bytes, tmp_
     assert {path.name for path in tmp_path.iterdir()} == named | {"config.json", "README.md"}
 
 
+@pytest.mark.parametrize("storage", ["plain", "int8_rows"])
+def test_a_head_that_came_from_the_checkpoint_is_saved_with_it(storage, tmp_path):
+    write_with(tmp_path / "a", lambda tensors: tensors.update({"lm_head.weight": random_lm_head(tiny_config())}))
+    MLADSparkForCausalLM.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b", storage=storage)
+    again = MLADSparkForCausalLM.from_pretrained(tmp_path / "b")
+    assert again.lm_head_source == "checkpoint"
+    if storage == "plain":
+        assert_bitwise_equal(again.lm_head, random_lm_head(tiny_config()))
+    else:
+        torch.testing.assert_close(again.lm_head, random_lm_head(tiny_config()), rtol=0, atol=0.05)
+    load(tmp_path / "a").save_pretrained(tmp_path / "c")
+    assert "lm_head.weight" not in load_file(tmp_path / "c" / "model.safetensors")
+
+
+def test_an_index_reaches_no_file_outside_its_folder(tmp_path):
+    """Neither when it is read nor when the checkpoint is replaced."""
+    write_checkpoint(tmp_path / "other", tiny_config())
+    model = random_model(tiny_config(), seed=2)
+    for outside in ("../other/model.safetensors", str(tmp_path / "other" / "model.safetensors")):
+        model.save_pretrained(tmp_path / "a")
+        (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": outside}}))
+        with pytest.raises(CheckpointError, match="names of files in its own folder"):
+            load(tmp_path / "a")
+        model.save_pretrained(tmp_path / "a")
+        assert_same_weights(load(tmp_path / "a"), model.state_dict())
+        assert_same_weights(load(tmp_path / "other"), random_tensors(tiny_config()))
+
+
+def test_saving_over_a_damaged_index_names_it(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match="model.safetensors.index.json is damaged"):
+        random_model(tiny_config()).save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn, "float32"])
+def test_a_dtype_that_cannot_hold_weights_is_refused(dtype, tmp_path):
+    write_checkpoint(tmp_path, tiny_config())
+    with pytest.raises(ValueError, match="wanted torch.float32, bfloat16, float16 or float64"):
+        MLADSparkForCausalLM.from_pretrained(tmp_path, lm_head=random_lm_head(tiny_config()), dtype=dtype)
+
+
 def test_an_interrupted_save_leaves_the_old_file_whole(tmp_path, monkeypatch):
     write_checkpoint(tmp_path, tiny_config(), seed=1)
 
@@ -719,3 +760,19 @@ def test_an_interrupted_save_leaves_the_old_file_whole(tmp_path, monkeypatch):
         random_model(tiny_config(), seed=2).save_pretrained(tmp_path)
     assert_same_weights(load(tmp_path), random_tensors(tiny_config(), 1))
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64)], ids=["hidden", "1xhidden"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_mask_row_in_the_file_is_used_without_a_config_key_and_keeps_its_dtype(tmp_path, shape, stored):
+    config = tiny_config()
+    write_checkpoint(tmp_path, config, 0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    row = torch.linspace(-1.0, 1.0, config.hidden_size).to(stored)
+    save_file({**tensors, "mask_embedding.weight": row.reshape(shape)}, tmp_path / "model.safetensors")
+    head = torch.zeros(config.vocab_size, config.hidden_size)
+    model = MLADSparkForCausalLM.from_pretrained(tmp_path, lm_head=head)
+    assert model.config.mask_embedding
+    assert_bitwise_equal(model.mask_row.detach(), row)
+    block = model.embed_block(torch.tensor([3]), 4)
+    assert_bitwise_equal(block[0, 1:].detach(), row.float().expand(3, -1).contiguous())

@@ -172,6 +172,11 @@ def test_a12_the_mask_token_has_no_default():
     refused("mask_token_id is None", dspark_config={"mask_token_id": None}, mask_token_id=None)
 
 
+def test_a_stated_head_width_must_agree_with_its_parts():
+    assert read(qk_head_dim=40) == read()
+    refused("qk_head_dim is 41, but qk_nope_head_dim 24 and qk_rope_head_dim 16 make 40", qk_head_dim=41)
+
+
 @pytest.mark.parametrize("mask_token_id", [320, 321, 100_000])
 def test_a12_a_mask_token_outside_the_vocabulary_is_refused(mask_token_id):
     refused(f"mask_token_id {mask_token_id} is outside the vocabulary of 320 rows", mask_token_id=mask_token_id)

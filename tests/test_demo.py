@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark_model import DrafterConfig, demo, shipped
+from dspark_model import ConfigError, DrafterConfig, demo, load_config, shipped
 from dspark_model.demo import load_demo, print_report, run_demo
 from dspark_model.generation import compare_greedy
 
@@ -29,8 +29,8 @@ def smollm2(tmp_path_factory) -> demo.Demo:
     folder = tmp_path_factory.mktemp("smollm2") / "random_drafter"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "RANDOM_DRAFTER", folder)
-        patch.setattr(demo, "shipped_drafter", no_drafter)
-        loaded = load_demo(CONFIG)
+        patch.setattr(demo, "shipped_folder", lambda _name: folder.parent / "none_shipped")
+        loaded = load_demo(CONFIG, [f'checkpoint.path="{folder.parent / "none_shipped"}"'])
     assert loaded.drafter == folder
     assert DrafterConfig.from_file(folder / "config.json").hidden_size == 576
     return loaded
@@ -53,10 +53,6 @@ def test_a_wrong_text_gives_exit_status_1(smollm2):
     result.drafted.tokens[2] += 1
     comparison = compare_greedy(result.plain, result.drafted)
     assert print_report([dataclasses.replace(result, comparison=comparison)]) == 1
-
-
-def no_drafter():
-    raise FileNotFoundError("none is shipped")
 
 
 def test_bad_arguments_are_refused_with_a_reason(monkeypatch, capsys):
@@ -85,3 +81,19 @@ def test_the_random_drafter_is_the_same_each_time(tmp_path):
     demo.write_random_drafter(model, tmp_path / "b")
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert first == second
+
+
+def test_a_preset_without_a_local_drafter_is_refused():
+    kimi = load_config(ROOT / "configs" / "kimi_k3_dspark.toml")
+    with pytest.raises(ConfigError, match="needs a preset with checkpoint.path"):
+        demo._preset_drafter(kimi, torch.nn.Module())
+
+
+def test_a_drafter_named_by_the_preset_is_used_even_if_it_is_not_there(tmp_path):
+    preset = load_config(CONFIG, [f'checkpoint.path="{tmp_path}"'])
+    assert demo._preset_drafter(preset, torch.nn.Module()) == tmp_path
+
+
+def test_the_preset_points_at_the_shipped_drafter_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(CONFIG).checkpoint.path == str(shipped.shipped_folder(shipped.SMOLLM2))

@@ -184,7 +184,21 @@ def test_bad_prompts_are_refused(target, worker, prompts, options, message):
     assert worker.num_requests == 0
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_new_tokens_are_refused(target, worker, count):
+    with pytest.raises(ValueError, match=f"max_new_tokens is {count}, wanted at least 1"):
+        generate(target, worker, [[1]], max_new_tokens=count)
+    with pytest.raises(ValueError, match=f"max_new_tokens is {count}, wanted at least 1"):
+        generate_plain(target, [[1]], max_new_tokens=count)
+
+
 def test_a_target_that_taps_other_layers_is_refused(target, worker):
     other = TransformersTarget(target.model, (0, 3), max_requests=1, max_positions=64)
     with pytest.raises(ValueError, match=r"taps layers \[0, 3\], but the drafter was made for \[1, 3\]"):
         generate(other, worker, PROMPTS[:1], max_new_tokens=4)
+
+
+def test_a_target_with_tokens_that_the_drafter_does_not_know_is_refused(target, worker, monkeypatch):
+    monkeypatch.setattr(target, "vocab_size", VOCAB + 5)
+    with pytest.raises(ValueError, match="the target has 102 tokens, but the drafter only 97"):
+        generate(target, worker, PROMPTS[:1], max_new_tokens=4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark_model import golden
 from dspark_model.golden import check_case, find_cases
 from dspark_model.serving_config import Layout
 
@@ -94,3 +95,13 @@ def test_values_that_are_not_a_number_are_misses(tmp_path):
     weights["final_norm.weight"][3] = float("nan")
     save_file(weights, folder / "model.safetensors")
     assert {"final_hidden", "base_logits"} <= missed(folder)
+
+
+def test_an_output_without_a_stated_bound_is_a_miss(tmp_path, monkeypatch):
+    folder = copy_case("04_no_markov", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    monkeypatch.delitem(golden.BFLOAT16_BOUNDS, "margins")
+    (row,) = [row for row in check_case(folder) if row.output == "margins" and row.dtype == "bfloat16"]
+    assert not row.passed and row.detail == "no bound is stated for it in torch.bfloat16"

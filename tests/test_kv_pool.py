@@ -173,8 +173,9 @@ def test_external_views_are_checked():
     for message, views in bad.items():
         with pytest.raises(ValueError, match=message):
             ExternalLatentPool(sizes, config, views)
-    with pytest.raises(ValueError, match="divisor is 0, wanted a whole number of at least 1"):
-        ExternalLatentPool(sizes, config, good, divisor=0)
+    for divisor in (0, 1.5):
+        with pytest.raises(ValueError, match=f"divisor is {divisor}, wanted a whole number of at least 1"):
+            ExternalLatentPool(sizes, config, good, divisor=divisor)
 
 
 def test_external_table_is_decoded_and_cancelled():

@@ -99,7 +99,7 @@ BAD_PRESETS = [
     ("pool.num_pages is 0, wanted a whole number of at least 1", CHECKPOINT + POOL.replace("num_pages = 4", "num_pages = 0")),
     ("pool.layout is 'rows'; allowed: layer_major, page_major", CHECKPOINT + POOL + 'layout = "rows"\n'),
     ("runtime.cuda_graph is 'on'; allowed: off, auto, require", CHECKPOINT + POOL + '[runtime]\ncuda_graph = "on"\n'),
-    ("runtime.cuda_graph is True \\(bool\\), wanted str", CHECKPOINT + POOL + "[runtime]\ncuda_graph = true\n"),
+    ("runtime.cuda_graph is True; allowed: off, auto, require", CHECKPOINT + POOL + "[runtime]\ncuda_graph = true\n"),
     ("checkpoint needs exactly one of repo_id and path", '[checkpoint]\nrepo_id = "a/b"\npath = "c"\n' + POOL),
     ("checkpoint needs exactly one of repo_id and path", "[checkpoint]\n" + POOL),
     ("checkpoint.revision belongs to a repo_id", CHECKPOINT + 'revision = "main"\n' + POOL),

@@ -162,6 +162,18 @@ def test_wrong_layer_ids_are_refused(ids):
         TransformersTarget(tiny_model(), ids, max_requests=1, max_positions=8)
 
 
+def test_a_refused_model_keeps_no_hooks(monkeypatch):
+    model = tiny_model()
+
+    def no_shapes(self):
+        raise ValueError("no keys and values")
+
+    monkeypatch.setattr(TransformersTarget, "_probe_shapes", no_shapes)
+    with pytest.raises(ValueError, match="no keys and values"):
+        TransformersTarget(model, TAPS, max_requests=1, max_positions=8)
+    assert not any(layer._forward_hooks for layer in model.model.layers)
+
+
 def test_other_attention_is_refused():
     model = tiny_model()
     model.set_attn_implementation("eager")

@@ -183,6 +183,15 @@ def test_block_table_for_a_pool_of_its_own():
     assert_refused(bench, StepInput(generation=bench.rows({"gen": 1}), block_table=ids(0)[None]), "block_table was given")
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1.5, True, 1000])
+def test_prefix_of_a_length_that_is_not_there(num_tokens):
+    bench = scene()
+    before = snapshot(bench.worker)
+    with pytest.raises(ValueError, match=f"a prefix of {num_tokens} tokens was asked for"):
+        bench.worker.retain_prefix("gen", num_tokens)
+    assert snapshot(bench.worker) == before
+
+
 def test_runtime_override_that_cannot_run():
     for runtime, message in (
         (RuntimeConfig(draft_sampling="sample"), "needs the buffer that is made at construction"),
@@ -198,6 +207,7 @@ BAD_ADMISSIONS = {
     "none": (ValueError, "request id None is None or in use", (None,), {}),
     "long": (ValueError, "max_context is 65, wanted 1 to the pool's max_positions of 64", ("x",), {"max_context": 65}),
     "zero": (ValueError, "max_context is 0, wanted 1", ("x",), {"max_context": 0}),
+    "bool": (ValueError, "max_context is True, wanted 1", ("x",), {"max_context": True}),
     "float": (ValueError, "max_context is 2.5, wanted 1", ("x",), {"max_context": 2.5}),
 }
 
