@@ -62,7 +62,7 @@ def load_target(arguments: argparse.Namespace):
     return model.to(arguments.device).eval().requires_grad_(False), AutoTokenizer.from_pretrained(arguments.target)
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     on_cuda = torch.cuda.is_available()
@@ -74,7 +74,8 @@ def parse() -> argparse.Namespace:
         command.add_argument("--device", default="cuda" if on_cuda else "cpu")
         command.add_argument("--dtype", choices=DTYPES, default="bfloat16" if on_cuda else "float32")
         if name != "train":
-            command.add_argument("--prompts", type=Path, nargs="+", default=[], help="JSONL files of prompts")
+            needed = name == "evaluate"
+            command.add_argument("--prompts", type=Path, nargs="+", default=[], required=needed, help="JSONL files of prompts")
             add_fields(command, GenerationConfig)
         if name == "generate":
             command.add_argument("--exclude", type=Path, nargs="+", default=[], help="JSONL files kept for evaluation")
@@ -86,11 +87,11 @@ def parse() -> argparse.Namespace:
         if name == "evaluate":
             command.add_argument("--num-prompts", type=int, default=80, help="prompts of each file")
             command.add_argument("--drafter", type=Path, help="default: the one in --out")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> int:
-    arguments = parse()
+def main(given: list[str] | None = None) -> int:
+    arguments = parse(given)
     model, tokenizer = load_target(arguments)
     if arguments.command == "generate":
         config = read_fields(arguments, GenerationConfig)
@@ -115,6 +116,7 @@ def main() -> int:
         drafter = arguments.drafter or arguments.out / "drafter"
         config = read_fields(arguments, GenerationConfig)
         results = evaluate_prompts(model, tokenizer, drafter, arguments.prompts, arguments.num_prompts, config)
+        arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "acceptance.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         print(json.dumps(results, indent=2))
     return 0

@@ -1,6 +1,8 @@
 """Training a drafter: loss gradient, anchors, equality with inference, and the whole path on a tiny random target."""
 
 import dataclasses
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -168,7 +171,7 @@ def test_overlap_is_found_in_prompts_and_answers_and_not_across_texts():
     assert np.array_equal(kept.text(0)[0], lists[2])
 
 
-def test_common_runs_are_the_files_wrapper(tmp_path):
+def test_runs_that_reach_into_the_files_wrapper_do_not_count(tmp_path):
     from dspark_model.training.overlap import excluded_runs
 
     def tokenizer(text, add_special_tokens):
@@ -180,8 +183,9 @@ def test_common_runs_are_the_files_wrapper(tmp_path):
         "".join(f'{{"turns": ["{" ".join(map(str, range(i, i + 12)))} {wrapper}"]}}\n' for i in range(0, 4000, 100))
     )
     runs = excluded_runs(path, tokenizer, 10).hashes
-    assert not np.isin(run_hashes(np.arange(50, 65), 10), runs).any()
-    assert np.isin(run_hashes(np.arange(100, 112), 10), runs).all()
+    prompt = np.concatenate((np.arange(100, 112), np.arange(50, 65)))
+    # Runs of the prompt's own tokens count; the wrapper's runs, and those that reach into it, do not.
+    assert np.isin(run_hashes(prompt, 10), runs).tolist() == [True] * 3 + [False] * 15
 
 
 # Packing and anchors
@@ -326,6 +330,24 @@ def test_flex_equals_dense(model, texts, drafter):
     torch.testing.assert_close(out, dense(drafter, rows.taps, batch), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_triton_attention_equals_dense_on_the_device(model, texts, drafter, dtype, bound):
+    batch = packed_batch(model, drafter, texts)[5]
+    batch = blocks.AnchorBatch(*(tensor.cuda() for tensor in batch.tensors()))
+    rows, queries, length = batch.anchor_at.shape[0], batch.anchor_at.shape[1] * DRAFTS, batch.document.shape[1]
+    shapes = ((queries, 96), (length, 96), (length, 64), (queries, 96), (queries, 64))
+    inputs = [torch.randn(rows, 3, n, w, dtype=dtype, device="cuda", requires_grad=True) for n, w in shapes]
+    grad = torch.randn(rows, 3, queries, 64, dtype=dtype, device="cuda")
+    out = blocks.TritonAttention(batch)(*inputs, 96**-0.5)
+    wide = [x.detach().float().requires_grad_() for x in inputs]
+    out_wide = blocks.DenseAttention(batch, DRAFTS)(*wide, 96**-0.5)
+    torch.testing.assert_close(out.float(), out_wide, rtol=bound, atol=bound)
+    grads = zip(torch.autograd.grad(out, inputs, grad), torch.autograd.grad(out_wide, wide, grad.float()), strict=True)
+    for got, want in grads:
+        torch.testing.assert_close(got.float(), want, rtol=bound, atol=bound)
+
+
 @torch.no_grad()
 def test_nothing_behind_the_anchor_or_of_other_texts_leaks(model, texts, drafter):
     tokens, document, at, valid, rows, batch, rope = packed_batch(model, drafter, texts)
@@ -433,6 +455,33 @@ def test_a_run_in_two_calls_equals_one(model, texts, tmp_path):
         torch.testing.assert_close(tensor, states[1][name], rtol=0, atol=0, msg=name)
 
 
+def test_a_run_starts_from_a_drafter_of_its_shape(model, texts, tmp_path):
+    data = pack_rows(texts, TRAINING.row_tokens, "cpu", TRAINING.seed)
+    first = Trainer(model, data, SHAPE, TRAINING)
+    for _ in range(3):
+        first.step()
+    folder = tmp_path / "first"
+    exported = export_drafter(first.drafter, first.tap_scale)
+    exported.save_pretrained(folder)
+    second = Trainer(model, data, SHAPE, dataclasses.replace(TRAINING, seed=7))
+    assert not torch.equal(first.tap_scale, second.tap_scale)
+    second.start_from(folder)
+    # The other run's scale is in the checkpoint's context_proj, this run's is taken out of it: the same function of taps.
+    again = dict(export_drafter(second.drafter, second.tap_scale).named_parameters())
+    for name, want in exported.named_parameters():
+        close = {"rtol": 1e-6, "atol": 0.0} if name == "context_proj.weight" else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(again[name], want, **close, msg=name)
+    assert torch.isfinite(second.step().loss)
+
+
+def test_a_run_does_not_start_from_a_drafter_of_another_shape(model, texts, drafter, tmp_path):
+    export_drafter(drafter, torch.ones(drafter.config.context_width)).save_pretrained(tmp_path)
+    data = pack_rows(texts, TRAINING.row_tokens, "cpu", TRAINING.seed)
+    trainer = Trainer(model, data, dataclasses.replace(SHAPE, layers=1, markov_rank=4), TRAINING)
+    with pytest.raises(ValueError, match="other markov_rank, num_hidden_layers; pass the same shape"):
+        trainer.start_from(tmp_path)
+
+
 def take_steps(model, folder: Path, steps: int) -> None:
     """A call that is cut off after `steps` steps."""
     texts, _ = split_texts(Conversations.load(folder / TEXT_FILE), TRAINING.eval_sequences, TRAINING.seed)
@@ -442,8 +491,9 @@ def take_steps(model, folder: Path, steps: int) -> None:
     trainer.save(folder / STATE_FILE, {})
 
 
-def test_flex_training_on_a_cpu_is_refused(model, texts):
-    config = dataclasses.replace(TRAINING, attention="flex")
+@pytest.mark.parametrize("attention", ["flex", "triton"])
+def test_training_with_a_device_kernel_on_a_cpu_is_refused(model, texts, attention):
+    config = dataclasses.replace(TRAINING, attention=attention)
     with pytest.raises(ValueError, match="use attention=dense"):
         Trainer(model, pack_rows(texts, 80, "cpu", 0), SHAPE, config)
 
@@ -470,10 +520,69 @@ def test_settings_refuse_what_cannot_work():
         GenerationConfig(sequence_length=64)
 
 
+# The command line
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }} end {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+DECODING = ("--decode-attention", "sdpa", "--sampler", "torch", "--max-prompt-tokens", 20, "--sequence-length", 64)
+LENGTHS = ("--max-user-tokens", 8, "--max-answer-tokens", 30, "--slots", 8)
+
+
+def command(name: str, *arguments) -> None:
+    spec = importlib.util.spec_from_file_location("train_drafter", ROOT / "scripts" / "train_drafter.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.main([name, "--device", "cpu", "--dtype", "float32", *map(str, arguments)]) == 0
+
+
+@pytest.fixture
+def target_folder(model, tmp_path) -> Path:
+    """The tiny target with a tokenizer of words w0, w1, ... and a chat template."""
+    names = [*(f"w{i}" for i in range(VOCAB - 3)), "user", "assistant", "end"]
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({name: i for i, name in enumerate(names)}, "w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", unk_token="w0")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "target")
+    model.save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def test_generate_train_and_evaluate_from_the_command_line(target_folder, tmp_path):
+    random = np.random.default_rng(0)
+    for name, count in (("train", 6), ("first", 3), ("second", 4)):
+        turns = [" ".join(f"w{i}" for i in random.integers(3, VOCAB - 3, 6)) for _ in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
+    kept = (tmp_path / "first.jsonl", tmp_path / "second.jsonl")
+    run = ("--target", target_folder, "--out", tmp_path / "run")
+    command(
+        "generate", *run, "--prompts", tmp_path / "train.jsonl", "--exclude", *kept, "--max-sequences", 24, *DECODING, *LENGTHS
+    )
+    sizes = [(f"--{name.replace('_', '-')}", value) for name, value in dataclasses.asdict(SHAPE).items() if name != "taps"]
+    budget = ("--steps", 3, "--rows", 2, "--row-tokens", 64, "--anchors", 8, "--drafts", DRAFTS, "--vocab-chunk-rows", 1)
+    flat = [item for pair in sizes for item in pair]
+    command("train", *run, *flat, *budget, "--loss-kernel", "torch", "--eval-sequences", 4)
+    command("evaluate", *run, "--prompts", *kept, "--num-prompts", 3, *DECODING, *LENGTHS)
+    report = json.loads((tmp_path / "run" / "acceptance.json").read_text())
+    sets = [report[path.stem] for path in kept]
+    assert [one["texts"] for one in sets] == [3, 3] and all(len(one["conditional"]) == DRAFTS for one in sets)
+    assert all(1.0 <= one["committed"] <= DRAFTS + 1 and one["passes"] > 0 for one in sets)
+    assert report["macro_mean"] == pytest.approx(sum(one["committed"] for one in sets) / 2)
+
+
+def test_prompts_that_are_all_too_long_are_refused(target_folder, tmp_path):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"turns": ["w5 " * 30]}) + "\n")
+    arguments = ("--target", target_folder, "--out", tmp_path, "--prompts", tmp_path / "long.jsonl")
+    with pytest.raises(ValueError, match="none of 1 prompts has at most 20 tokens"):
+        command("evaluate", *arguments, *DECODING)
+
+
 # Triton kernels, in Triton's interpreter.  Half precision stands in for bf16, which the interpreter cannot multiply.
 
 KERNELS = """
 import torch
+from dspark_kernels.triton.anchor_attention import anchor_attention
 from dspark_kernels.triton.decode_attention import decode_attention
 from dspark_kernels.triton.draft_loss import draft_loss_
 from dspark_kernels.triton.sample_rows import sample_rows
@@ -506,6 +615,27 @@ for dtype in (torch.float32, torch.bfloat16):
 logits = torch.log(torch.tensor([0.5, 0.3, 0.2])).expand(150, 3).contiguous()
 share = torch.bincount(sample_rows(logits, torch.ones(150), torch.tensor([5])), minlength=3) / 150
 assert (share - torch.tensor([0.5, 0.3, 0.2])).abs().max() < 0.15, share
+
+def dense(q, k, v, k_block, v_block, first, last, scale):
+    at, drafts = torch.arange(k.shape[2]), q.shape[2] // first.shape[1]
+    block = torch.arange(q.shape[2]) // drafts
+    seen = ((at >= first[..., None]) & (at <= last[..., None])).repeat_interleave(drafts, 1)[:, None]
+    own = (block[:, None] == block).expand(q.shape[0], 1, -1, -1)
+    scores = (q @ torch.cat((k, k_block), 2).mT * scale).masked_fill(~torch.cat((seen, own), -1), float("-inf"))
+    return torch.softmax(scores, -1) @ torch.cat((v, v_block), 2)
+# More than a tile of queries and of keys, a last tile in part, widths that are no powers of 2, a block without context.
+for anchors, drafts, length, width, value_width in ((11, 7, 70, 24, 12), (3, 64, 20, 16, 16)):
+    last = torch.randint(length, (2, anchors)).sort(1).values.int()
+    first = (last - torch.randint(50, (2, anchors))).clamp(min=0).int()
+    first[0, 0] = last[0, 0] + 1
+    sizes = (anchors * drafts, width), (length, width), (length, value_width), (anchors * drafts, width)
+    sizes = *sizes, (anchors * drafts, value_width)
+    inputs = [torch.randn(2, n, 3, w).transpose(1, 2).requires_grad_() for n, w in sizes]
+    got, want = (f(*inputs, first, last, 0.3) for f in (anchor_attention, dense))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    grad = torch.randn_like(want)
+    for a, b in zip(torch.autograd.grad(got, inputs, grad), torch.autograd.grad(want, inputs, grad)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 """
 
 

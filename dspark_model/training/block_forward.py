@@ -33,11 +33,14 @@ class AnchorBatch:
         """The fields in order."""
         return self.anchor_tokens, self.anchor_at, self.document, self.context_cos_sin, self.block_cos_sin
 
+    def first_visible(self) -> torch.Tensor:
+        """int64 [R, A]: an anchor's block sees the context from here, the start of its own text, up to P."""
+        return self.document.gather(1, self.anchor_at)
+
     def visible(self) -> torch.Tensor:
         """bool [R, A, L]: the context that an anchor's block sees, tokens of its own text up to P."""
         index = torch.arange(self.document.shape[1], device=self.document.device)
-        start = self.document.gather(1, self.anchor_at)
-        return (index <= self.anchor_at[..., None]) & (index >= start[..., None])
+        return (index <= self.anchor_at[..., None]) & (index >= self.first_visible()[..., None])
 
 
 class DenseAttention:
@@ -75,10 +78,24 @@ class FlexAttention:
         return self.call(q.contiguous(), keys, values, block_mask=self.mask, scale=scale)
 
 
+class TritonAttention:
+    """The kernel of `dspark_kernels.triton.anchor_attention`: no stored scores, tiles that no query sees are skipped."""
+
+    def __init__(self, batch: AnchorBatch):
+        from dspark_kernels.triton.anchor_attention import anchor_attention
+
+        self.call = anchor_attention
+        self.first, self.last = batch.first_visible().int(), batch.anchor_at.int()
+
+    def __call__(self, q, k, v, k_block, v_block, scale: float) -> torch.Tensor:
+        """Shapes as in DenseAttention."""
+        return self.call(q, k, v, k_block, v_block, self.first, self.last, scale)
+
+
 def flex_block_mask(batch: AnchorBatch, drafts: int) -> BlockMask:
     """What each block row sees, over the L context rows and then the A * K block rows."""
     anchor_at, length = batch.anchor_at, batch.document.shape[1]
-    starts = batch.document.gather(1, anchor_at)
+    starts = batch.first_visible()
 
     def mask(row, head, query, key):
         block = query // drafts
@@ -124,8 +141,8 @@ def block_forward(model: MLADSparkForCausalLM, taps: torch.Tensor, batch: Anchor
     """Hidden rows after `final_norm`, [R, A * K, H], of the blocks of every anchor; row j of a block predicts token P
     + 2 + j.
 
-    taps: [R, L, T * E], scaled as `model.context_proj` expects; attention: a DenseAttention or FlexAttention of
-    `batch`.
+    taps: [R, L, T * E], scaled as `model.context_proj` expects; attention: a DenseAttention, FlexAttention or
+    TritonAttention of `batch`.
     """
     rows, anchors = batch.anchor_tokens.shape
     context = model.project_context(taps)

@@ -27,12 +27,20 @@ def evaluate_prompts(
 ) -> dict:
     """Per file: committed tokens per pass and conditional acceptance on the first `num_prompts` prompts (those of at
     most `config.max_prompt_tokens` tokens), answers up to `config.max_answer_tokens` tokens; and the mean over
-    files."""
+    files.
+
+    Raises:
+        ValueError: a file has no such prompt.
+    """
     chat = read_chat_format(tokenizer)
     texts = {}
     for path in files:
         prompts = [turns[0] for turns in read_turns(path)][:num_prompts]
         jobs = prompt_jobs(chat, tokenizer, prompts, config.max_prompt_tokens)
+        if not jobs:
+            raise ValueError(
+                f"{path}: none of {len(prompts)} prompts has at most {config.max_prompt_tokens} tokens; raise max_prompt_tokens"
+            )
         settings = dataclasses.replace(config, slots=min(config.slots, len(jobs)), seconds=float("inf"))
         texts[path.stem] = pack_texts(write_texts(model, chat, jobs, settings, max_texts=len(jobs)).texts)
     drafter = MLADSparkForCausalLM.from_pretrained(

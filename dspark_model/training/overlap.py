@@ -8,14 +8,14 @@ import numpy as np
 from dspark_model.training.chat_format import read_turns
 from dspark_model.training.text_store import Conversations
 
-# A run that more than this share of a file's prompts has is the file's own wrapper, not the content of a prompt.
+# Tokens of a run that more than this share of a file's prompts has are the file's own wrapper, not a prompt's content.
 COMMON_SHARE = 0.05
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
 class ExcludedRuns:
-    """Hashes (sorted uint64) of the n-token runs of one file's prompts, without its wrapper's; name of the file."""
+    """name of the file; hashes: sorted uint64, of the n-token runs of its prompts, without those of its wrapper."""
 
     name: str
     hashes: np.ndarray
@@ -24,8 +24,7 @@ class ExcludedRuns:
 @dataclass(frozen=True, slots=True)
 class OverlapReport:
     """removed: texts that share a run with a file, by file (a text may count for several); total_removed: distinct
-    texts;
-    in_prompt: those of them that share it outside the answers."""
+    texts; in_prompt: those of them that share it outside the answers."""
 
     removed: dict[str, int]
     total_removed: int
@@ -46,15 +45,29 @@ def run_hashes(tokens: np.ndarray, n: int) -> np.ndarray:
 
 
 def excluded_runs(path: Path, tokenizer, n: int) -> ExcludedRuns:
-    """Runs of every turn in a JSONL file of prompts; runs in more than 5 % of its prompts are its wrapper and are left
-    out. Turns of fewer than n tokens have no run."""
-    prompts = read_turns(path)
-    per_prompt = []
-    for turns in prompts:
-        ids = [np.asarray(tokenizer(turn, add_special_tokens=False)["input_ids"], np.int64) for turn in turns]
-        per_prompt.append(np.unique(np.concatenate([run_hashes(turn, n) for turn in ids])))
-    hashes, counts = np.unique(np.concatenate(per_prompt), return_counts=True)
-    return ExcludedRuns(path.stem, hashes[counts <= max(1.0, COMMON_SHARE * len(prompts))])
+    """Runs of every turn in a JSONL file of prompts, without those that hold a token of the file's wrapper.
+
+    The wrapper is every token in a run that more than 5 % of the prompts have.  A run that reaches into it says little:
+    `... are there?` and a fixed instruction stand in many unrelated texts.  Turns of fewer than n tokens have no run.
+    """
+    turns_of = [
+        [np.asarray(tokenizer(turn, add_special_tokens=False)["input_ids"], np.int64) for turn in turns]
+        for turns in read_turns(path)
+    ]
+    runs_of = [[run_hashes(turn, n) for turn in turns] for turns in turns_of]
+    hashes, counts = np.unique(np.concatenate([np.unique(np.concatenate(runs)) for runs in runs_of]), return_counts=True)
+    wrapper = hashes[counts > max(1.0, COMMON_SHARE * len(runs_of))]
+    own = [runs[_without_wrapper(np.isin(runs, wrapper), n)] for prompt in runs_of for runs in prompt]
+    return ExcludedRuns(path.stem, np.unique(np.concatenate(own)))
+
+
+def _without_wrapper(in_wrapper: np.ndarray, n: int) -> np.ndarray:
+    """bool: runs of one turn that share no token with a run of the wrapper, i.e. start at least n tokens from each."""
+    starts = np.flatnonzero(in_wrapper)
+    at = np.arange(len(in_wrapper))
+    after = np.searchsorted(starts, at)
+    padded = np.concatenate(([-n], starts, [len(in_wrapper) + n]))
+    return (at - padded[after] >= n) & (padded[after + 1] - at >= n)
 
 
 def remove_overlap(texts: Conversations, excluded: list[ExcludedRuns], n: int) -> tuple[Conversations, OverlapReport]:

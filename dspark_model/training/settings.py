@@ -7,7 +7,7 @@ from dspark_model.config import DrafterConfig
 
 DECODE_ATTENTIONS = ("triton", "sdpa")
 SAMPLERS = ("triton", "torch")
-BLOCK_ATTENTIONS = ("dense", "flex")
+BLOCK_ATTENTIONS = ("dense", "flex", "triton")
 LOSS_KERNELS = ("triton", "torch")
 
 

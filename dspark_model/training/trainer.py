@@ -63,8 +63,8 @@ class Trainer:
         self.steps_done, self.seconds, self._epoch, self._cursor = 0, 0.0, 0, 0
         self._order = self._shuffled(0)
         self.muon, self.adamw = self._optimisers()
-        if config.attention == "flex" and self.device.type != "cuda":
-            raise ValueError(f"attention=flex has no backward on {self.device.type}; use attention=dense")
+        if config.attention != "dense" and self.device.type != "cuda":
+            raise ValueError(f"attention={config.attention} cannot train on {self.device.type}; use attention=dense")
         self._flex = blocks.compiled_flex_attention()
         self._forward = torch.compile(self._blocks, dynamic=False) if config.compile_drafter else self._blocks
         first = self._order[: config.rows]
@@ -138,11 +138,16 @@ class Trainer:
     def _blocks(self, taps, anchor_tokens, anchor_at, document, context_cos_sin, block_cos_sin, mask) -> torch.Tensor:
         """`block_forward` of plain tensors, in the target's dtype."""
         batch = blocks.AnchorBatch(anchor_tokens, anchor_at, document, context_cos_sin, block_cos_sin)
-        drafts = self.config.drafts
         with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            dense = mask is None
-            attention = blocks.DenseAttention(batch, drafts) if dense else blocks.FlexAttention(mask, self._flex)
-            return blocks.block_forward(self.drafter, taps, batch, attention, drafts)
+            return blocks.block_forward(self.drafter, taps, batch, self._attention(batch, mask), self.config.drafts)
+
+    def _attention(self, batch: blocks.AnchorBatch, mask):
+        """The attention that the settings name; mask: a `flex_block_mask`, for flex only."""
+        if self.config.attention == "flex":
+            return blocks.FlexAttention(mask, self._flex)
+        if self.config.attention == "triton":
+            return blocks.TritonAttention(batch)
+        return blocks.DenseAttention(batch, self.config.drafts)
 
     def _loss(self, hidden: torch.Tensor, final: torch.Tensor, labels) -> tuple[torch.Tensor, StepMetrics]:
         """hidden [R, A * K, H]; final [R, L, H], the target's."""
