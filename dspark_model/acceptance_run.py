@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dspark_model.acceptance import SetReport, Timing, check_lossless, speed, summarize
+from dspark_model.chat import chat_ids
 from dspark_model.config import DrafterConfig
 from dspark_model.generation import TIE_MARGIN, Generation, generate, generate_plain
 from dspark_model.kv_pool import LatentKVPool
@@ -129,17 +130,11 @@ def read_prompts(path: Path, tokenizer: Any, limit: int, max_tokens: int) -> Pro
     if not tokenizer.chat_template:
         raise ValueError("the target's tokenizer has no chat template; take a chat model, or add one to its tokenizer folder")
     turns = [turn for turn, _ in zip(_first_turns(path), range(limit), strict=False)]
-    prompts = [chat_prompt(tokenizer, turn) for turn in turns]
+    prompts = [tuple(chat_ids(tokenizer, turn)) for turn in turns]
     kept = tuple(prompt for prompt in prompts if len(prompt) <= max_tokens)
     if not kept:
         raise ValueError(f"{path}: none of {len(prompts)} prompts has at most {max_tokens} tokens; raise max_prompt_tokens")
     return PromptSet(path.stem, kept, len(prompts) - len(kept))
-
-
-def chat_prompt(tokenizer: Any, turn: str) -> tuple[int, ...]:
-    """A user's turn up to where the answer begins."""
-    messages = [{"role": "user", "content": turn}]
-    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 def measure_set(bench: Bench, prompts: PromptSet) -> SetReport:

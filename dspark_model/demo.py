@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dspark_model.chat import chat_ids
 from dspark_model.config import DrafterConfig
 from dspark_model.config_keys import ConfigError
 from dspark_model.generation import TIE_MARGIN, Generation, GreedyComparison, compare_greedy, generate, generate_plain
@@ -136,12 +137,6 @@ def run_demo(demo: Demo, prompts: Sequence[str], *, max_new_tokens: int) -> list
         results.append(DemoResult(prompt, text, plain, drafted, compare_greedy(plain, drafted)))
         _print_result(results[-1])
     return results
-
-
-def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """A user turn through the tokenizer's chat template, ready for the answer."""
-    encoded = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
 
 
 def _warm_up(demo: Demo) -> None:
