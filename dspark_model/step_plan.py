@@ -23,10 +23,6 @@ class StepPlan:
     rows_needed: Mapping[int, int]
     max_length: int
 
-    @property
-    def num_generation(self) -> int:
-        return len(self.requests) - len(self.context)
-
 
 class StepChecker:
     """Turns a `StepInput` into a `StepPlan`, or raises with nothing changed."""

@@ -134,7 +134,7 @@ class StepRun:
             return greedy
         temperatures = self._temperatures(params)
         drawn = temperatures > 0
-        target_probs = torch.softmax(logits / torch.where(drawn, temperatures, 1.0)[:, None, None], -1)
+        target_probs = ops.tempered_softmax(logits, temperatures)
         draft_probs = verify.one_hot(drafts, logits.shape[-1])
         slots = self._slots[self._first_row :]
         if self._state.draft_probs is not None:
@@ -224,8 +224,7 @@ class StepRun:
         temperatures = self._temperatures(params)
         kinds = {index: DrawKind.FIRST_DRAFT if index < self._first_row else DrawKind.DRAFT for index in self._plan.drafted}
         draft = model.draft(hidden, anchors, temperatures=temperatures, uniforms=self._uniforms(kinds, self._num_drafts))
-        scale = torch.where(temperatures > 0, temperatures, 1.0)[:, None, None]
-        return draft, torch.softmax(draft.biased_logits / scale, -1)
+        return draft, ops.tempered_softmax(draft.biased_logits, temperatures)
 
     def _valid_drafts(self, drafted: torch.Tensor, rows: BlockRows, advance: ops.LengthAdvance) -> torch.Tensor:
         """Drafts that may be verified: those whose token fits below the request's limit, whose block row has a page, and

@@ -488,7 +488,7 @@ def take_steps(model, folder: Path, steps: int) -> None:
     trainer = Trainer(model, pack_rows(texts, TRAINING.row_tokens, "cpu", TRAINING.seed), SHAPE, TRAINING)
     for _ in range(steps):
         trainer.step()
-    trainer.save(folder / STATE_FILE, {})
+    trainer.save(folder / STATE_FILE)
 
 
 @pytest.mark.parametrize("attention", ["flex", "triton"])

@@ -12,7 +12,7 @@ from dspark_model.ops.fp32_linear import fp32_linear
 from dspark_model.ops.latent_norm_rope import latent_norm_rope
 from dspark_model.ops.latent_store import latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
-from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain
+from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
 from dspark_model.ops.noise_block import noise_block
 from dspark_model.ops.rms_norm import rms_norm
 from dspark_model.ops.rope_rotate import rope_rotate
@@ -34,4 +34,5 @@ __all__ = [
     "rms_norm",
     "rope_rotate",
     "row_addresses",
+    "tempered_softmax",
 ]

@@ -50,8 +50,17 @@ def markov_chain(
 
 def _draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """One draw a row from softmax(logits / temperature) by inverting the cumulative distribution."""
-    scaled = logits / torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-    return invert_cdf(torch.softmax(scaled, -1), uniform)
+    return invert_cdf(tempered_softmax(logits, temperatures), uniform)
+
+
+def tempered_softmax(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """softmax(logits / temperature) of each row, with temperature 1 where it is 0 (a greedy row, whose result is not used).
+
+    logits: float32 [B, ..., V]; temperatures: float32 [B].  Drafts are drawn from it and verified against it: one formula for
+    both, since rejection sampling needs the exact distribution.
+    """
+    scale = torch.where(temperatures > 0, temperatures, 1.0)
+    return torch.softmax(logits / scale.reshape(-1, *[1] * (logits.ndim - 1)), -1)
 
 
 def invert_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

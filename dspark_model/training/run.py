@@ -88,7 +88,7 @@ def train(
     log.write("call", step=trainer.steps_done, seconds=trainer.seconds, rows=len(data), fill=_fill(texts, config, data))
     deadline = None if stop_after is None else called_at + stop_after
     acceptance = _loop(trainer, held_out, log, out, deadline, progress)
-    trainer.save(out / STATE_FILE, {})
+    trainer.save(out / STATE_FILE)
     export_drafter(trainer.drafter, trainer.tap_scale).save_pretrained(out / DRAFTER_FOLDER)
     finished = trainer.progress >= 1.0
     draw_curves(out / LOG_FILE, out / "training_curves.png")
@@ -126,7 +126,7 @@ def _loop(trainer: Trainer, held_out: Conversations, log: _Log, out: Path, deadl
                 next_eval += config.eval_every_seconds
                 mark = time.perf_counter()
             if trainer.seconds >= next_save:
-                trainer.save(out / STATE_FILE, {})
+                trainer.save(out / STATE_FILE)
                 next_save += config.save_every_seconds
                 mark = time.perf_counter()
     if trainer.progress >= 1.0:

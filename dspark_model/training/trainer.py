@@ -185,8 +185,8 @@ class Trainer:
         """Take over the weights of a drafter of the same shape, made for the same target, before the first step."""
         load_weights(self.drafter, folder, self.tap_scale)
 
-    def save(self, path: Path, extra: dict) -> None:
-        """Write everything that a later `load` needs, replacing `path` at once; `extra` is handed back by `load`."""
+    def save(self, path: Path) -> None:
+        """Write everything that a later `load` needs, replacing `path` at once."""
         state = {
             "drafter": self.drafter.state_dict(),
             "muon": self.muon.state_dict(),
@@ -195,14 +195,13 @@ class Trainer:
             "tap_scale": self.tap_scale,
             "counters": (self.steps_done, self.seconds, self._epoch, self._cursor),
             "settings": self._settings(),
-            "extra": extra,
         }
         temporary = path.with_suffix(".partial")
         torch.save(state, temporary)
         os.replace(temporary, path)
 
-    def load(self, path: Path) -> dict:
-        """Go on where `save` left off; returns its `extra`.
+    def load(self, path: Path) -> None:
+        """Go on where `save` left off.
 
         Raises:
             ValueError: the state was written with other settings or other text.
@@ -218,7 +217,6 @@ class Trainer:
         self.tap_scale = state["tap_scale"]
         self.steps_done, self.seconds, self._epoch, self._cursor = state["counters"]
         self._order = self._shuffled(self._epoch)
-        return state["extra"]
 
     def _settings(self) -> dict:
         """What must not change between two calls of one run."""
