@@ -33,7 +33,7 @@ class GenerationConfig:
     max_user_tokens: int = 160
     max_answer_tokens: int = 300
     greedy_share: float = 0.85
-    chat_share: float = 0.45
+    chat_share: float = 0.30
     prompt_share: float = 0.03
     prefix_share: float = 0.12
     two_turn_share: float = 0.08
