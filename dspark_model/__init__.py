@@ -9,6 +9,7 @@ from dspark_model.config_keys import ConfigError
 from dspark_model.generation import Generation, compare_greedy, generate, generate_plain
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PrefixHandle
 from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.packing import pack_linears
 from dspark_model.page_allocator import CapacityError
 from dspark_model.presets import Preset, load_config
 from dspark_model.sampling import SamplingParams
@@ -44,4 +45,5 @@ __all__ = [
     "generate",
     "generate_plain",
     "load_config",
+    "pack_linears",
 ]

@@ -14,6 +14,7 @@ from dspark_model.config import DrafterConfig
 from dspark_model.generation import TIE_MARGIN, Generation, generate, generate_plain
 from dspark_model.kv_pool import LatentKVPool
 from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.packing import pack_linears
 from dspark_model.presets import load_runtime
 from dspark_model.sampling import SamplingParams
 from dspark_model.serving_config import KvDtype, PoolConfig, RuntimeConfig
@@ -270,7 +271,7 @@ def _end_tokens(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
 def _build(
     settings: AcceptanceSettings, model: torch.nn.Module, config: DrafterConfig, runtime: RuntimeConfig, longest: int
 ) -> tuple[Target, DFlashWorker]:
-    """Target, drafter, pool and worker for `batch` texts of at most `longest` tokens."""
+    """Target, drafter, pool and worker for `batch` texts of at most `longest` tokens; on a CPU with packed linear layers."""
     from dspark_model.transformers_target import TransformersTarget
 
     num_drafts = settings.num_drafts or config.block_size or 7
@@ -284,6 +285,8 @@ def _build(
         dtype=settings.torch_dtype,
         device=settings.device,
     )
+    pack_linears(model)
+    drafter.pack_linears()
     pages = -(-(longest + config.block_rows(num_drafts)) // _PAGE_SIZE)
     size = PoolConfig(
         page_size=_PAGE_SIZE,

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from dspark_model.config import DrafterConfig
+from dspark_model.packing import PackedLinear
 
 
 class MarkovHead(nn.Module):
@@ -13,6 +14,11 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """W1 and W2, both [V, R], W2 packed where the layer is."""
+        w2 = self.markov_w2
+        return self.markov_w1.weight, w2.packed if isinstance(w2, PackedLinear) else w2.weight
 
 
 class ConfidenceHead(nn.Module):

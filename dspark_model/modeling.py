@@ -12,6 +12,7 @@ from dspark_model.config import DrafterConfig
 from dspark_model.heads import ConfidenceHead, MarkovHead
 from dspark_model.layers import GatedMLP, MLAAttention, RMSNorm
 from dspark_model.ops import BlockRows
+from dspark_model.packing import pack_linears
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ class MLADSparkForCausalLM(nn.Module):
         self.lm_head_source = "target"
         self.embedding_source = "checkpoint" if target_embed_tokens is None else "target"
         self.register_buffer("lm_head", lm_head.detach()[: config.vocab_size], persistent=False)
+        self._packed_lm_head: torch.Tensor | None = None
         if target_embed_tokens is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
@@ -173,6 +175,13 @@ class MLADSparkForCausalLM(nn.Module):
         """
         checkpoint_write.save_model(self, Path(folder), storage=storage, max_shard_bytes=max_shard_bytes)
 
+    def pack_linears(self) -> int:
+        """Make the products with few rows fast on a CPU: `packing.pack_linears` on the drafter's own layers, and a packed copy
+        of the head.  For inference, on this device; returns how many layers were packed, 0 where `ops.can_pack` refuses."""
+        if ops.can_pack(self.lm_head):
+            self._packed_lm_head = ops.pack_weight(self.lm_head)
+        return pack_linears(self)
+
     @property
     def dtype(self) -> torch.dtype:
         return self.context_proj.weight.dtype
@@ -225,9 +234,10 @@ class MLADSparkForCausalLM(nn.Module):
         final_hidden: [B, K, hidden], see `slots.draft_rows`; anchors: int64 [B]; temperatures and uniforms as in
         `ops.markov_chain`.
         """
-        base = ops.fp32_linear(final_hidden.flatten(0, 1), self.lm_head).unflatten(0, final_hidden.shape[:2])
+        lm_head = self.lm_head if self._packed_lm_head is None else self._packed_lm_head
+        base = ops.fp32_linear(final_hidden.flatten(0, 1), lm_head).unflatten(0, final_hidden.shape[:2])
         head = self.markov_head
-        tables = (None, None) if head is None else (head.markov_w1.weight, head.markov_w2.weight)
+        tables = (None, None) if head is None else head.tables()
         chain = ops.markov_chain(base, anchors, *tables, temperatures=temperatures, uniforms=uniforms)
         confidence = None
         if self.confidence_head is not None:

@@ -11,6 +11,7 @@ from dspark_model import verify
 from dspark_model.config_keys import ConfigError
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
 from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.packing import PackedLinear
 from dspark_model.page_allocator import CapacityError
 from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime, resolve_runtime
@@ -68,9 +69,11 @@ class DFlashWorker:
     def describe(self) -> dict[str, str]:
         """What is in force and why, as text by subject."""
         config, pool = self.model.config, self.pool
+        packed = any(isinstance(module, PackedLinear) for module in self.model.modules())
         slot = "shifted labels, rows 0..K-1" if config.sample_from_anchor else "plain DFlash, K+1 rows, rows 1..K"
         report = {
             "model": f"{config.model_type}, {config.num_hidden_layers} layers, {self.model.dtype} on {self.model.device}",
+            "linear_layers": "weights packed for few rows on a CPU" if packed else "torch's own product",
             "slot_rule": f"{slot} ({config.slot_rule_source})",
             "block": f"{self.num_drafts} drafts, {'causal' if config.is_causal else 'non-causal'}",
             "embedding": f"from the {self.model.embedding_source}",

@@ -124,4 +124,16 @@ MUTANTS = (
         "position = chunk.start_position",
         "test_worker_lifecycle.py::test_a55_draws_depend_on_seed_and_position_alone",
     ),
+    Mutant(
+        "packed_layers_drop_their_bias", "packing.py",
+        "return ops.packed_linear(x, self.packed, self.bias)",
+        "return ops.packed_linear(x, self.packed)",
+        "test_packing.py::test_layers_are_replaced_at_any_depth_and_compute_the_same",
+    ),
+    Mutant(
+        "subclasses_of_linear_are_packed", "packing.py",
+        "if type(child) is nn.Linear and",
+        "if isinstance(child, nn.Linear) and",
+        "test_packing.py::test_layers_are_replaced_at_any_depth_and_compute_the_same",
+    ),
 )  # fmt: skip

@@ -14,6 +14,7 @@ from dspark_model.ops.latent_store import latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
 from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
 from dspark_model.ops.noise_block import noise_block
+from dspark_model.ops.packed_linear import can_pack, pack_weight, packed_linear
 from dspark_model.ops.rms_norm import rms_norm
 from dspark_model.ops.rope_rotate import rope_rotate
 from dspark_model.ops.row_addresses import row_addresses
@@ -24,6 +25,7 @@ __all__ = [
     "MarkovChainOutput",
     "block_attention",
     "block_fixup",
+    "can_pack",
     "decode_block_table",
     "fp32_linear",
     "latent_norm_rope",
@@ -31,6 +33,8 @@ __all__ = [
     "length_advance",
     "markov_chain",
     "noise_block",
+    "pack_weight",
+    "packed_linear",
     "rms_norm",
     "rope_rotate",
     "row_addresses",

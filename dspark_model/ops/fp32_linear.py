@@ -2,6 +2,8 @@
 
 import torch
 
+from dspark_model.ops.packed_linear import packed_linear
+
 # Rows of the weight that are widened at a time where no mixed-precision product exists: bounds the extra memory.
 _ROWS_PER_CHUNK = 8192
 
@@ -9,8 +11,10 @@ _ROWS_PER_CHUNK = 8192
 def fp32_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T accumulated and returned in float32, whatever the operands' dtype.
 
-    x: [M, H]; weight: [V, H], same dtype as x.  Returns float32 [M, V].
+    x: [M, H]; weight: [V, H], same dtype as x, or `pack_weight` of such a table in float32.  Returns float32 [M, V].
     """
+    if weight.is_mkldnn:
+        return packed_linear(x, weight)
     if x.dtype is torch.float32:
         return x @ weight.T if x.is_cuda else _cpu_linear(x, weight)
     if x.is_cuda:

@@ -29,10 +29,10 @@ def markov_chain(
     """For k = 0 .. K-1: biased_k = base_k + W2 W1[x_{k-1}], x_k chosen from biased_k, x_{-1} the anchor
     (DSpark, arXiv 2607.05147).
 
-    base_logits: float32 [B, K, V]; anchors: int64 [B]; markov_w1, markov_w2: [V, R], both None for a drafter without a
-    Markov head (bias 0).  The bias accumulates in float32.  Greedy: the largest biased logit, lowest id on ties.  With
-    `temperatures` (float32 [B], 0 = greedy) and `uniforms` (float32 [B, K] in [0, 1)) a row of temperature t draws from
-    softmax(biased / t) by inversion.
+    base_logits: float32 [B, K, V]; anchors: int64 [B]; markov_w1, markov_w2: [V, R], W2 packed or not (`fp32_linear`), both
+    None for a drafter without a Markov head (bias 0).  The bias accumulates in float32.  Greedy: the largest biased logit,
+    lowest id on ties.  With `temperatures` (float32 [B], 0 = greedy) and `uniforms` (float32 [B, K] in [0, 1)) a row of
+    temperature t draws from softmax(biased / t) by inversion.
     """
     previous = anchors
     tokens, biased_rows, previous_rows = [], [], []
