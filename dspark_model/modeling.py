@@ -20,7 +20,7 @@ class BlockContext:
     """What the layers of one block decode share.
 
     layer_views: L tensors [pages, page_size, D]; page_table: int32 [B, P]; context_lens: int64 [B]; rows: the block's own
-    rows; cos_sin: float32 [B, N, r] for them; max_seq_len: host bound on rows.seq_lens.
+    rows; cos_sin: float32 [B, N, r] for them; max_seq_len: host bound on rows.seq_lens; fused_store: see `ops.latent_store`.
     """
 
     layer_views: Sequence[torch.Tensor]
@@ -29,6 +29,7 @@ class BlockContext:
     rows: BlockRows
     cos_sin: torch.Tensor
     max_seq_len: int
+    fused_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class DrafterLayer(nn.Module):
         """x [B, N, H] to [B, N, H]; writes the block's latents into layer_view before attending."""
         y = self.input_layernorm(x)
         latents = self.self_attn.latents(y, context.cos_sin)
-        ops.latent_store((layer_view,), latents[None], context.rows.where)
+        ops.latent_store((layer_view,), latents[None], context.rows.where, fused=context.fused_store)
         attended = ops.block_attention(
             self.self_attn.queries(y, context.cos_sin),
             layer_view,
@@ -211,9 +212,9 @@ class MLADSparkForCausalLM(nn.Module):
         input_layernorm on this path."""
         return torch.stack([layer.self_attn.latents(context, cos_sin) for layer in self.layers])
 
-    def embed_block(self, anchors: torch.Tensor, rows: int) -> torch.Tensor:
-        """[anchor, mask, ..., mask] of anchors int64 [B]: [B, rows, hidden]."""
-        return ops.noise_block(anchors, self.embed_tokens.weight, self.mask_row, rows)
+    def embed_block(self, anchors: torch.Tensor, rows: int, *, fused: bool = False) -> torch.Tensor:
+        """[anchor, mask, ..., mask] of anchors int64 [B]: [B, rows, hidden]; fused: see `ops.noise_block`."""
+        return ops.noise_block(anchors, self.embed_tokens.weight, self.mask_row, rows, fused=fused)
 
     def decode_block(self, x: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """The layers and `final_norm` over one block: [B, N, hidden] to [B, N, hidden]; writes the block's latents."""

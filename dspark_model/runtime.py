@@ -1,6 +1,7 @@
 """Which fast paths are in force, and why: `RuntimeConfig` resolved against the machine, the model and the pool."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -46,6 +47,10 @@ class ResolvedRuntime:
                 return choice
         raise KeyError(f"no runtime field {name!r}; fields: {', '.join(choice.name for choice in self.choices)}")
 
+    def takes(self, name: str) -> bool:
+        """Whether the switch `name` is on."""
+        return self[name].in_force == "on"
+
     @property
     def fallbacks(self) -> tuple[Choice, ...]:
         return tuple(choice for choice in self.choices if choice.fell_back)
@@ -53,7 +58,6 @@ class ResolvedRuntime:
 
 # Fast paths and backends that this version does not have yet, with the reason that `auto` records and `require` raises.
 _NO_SWITCH = {
-    "fused_prologue": "this version has no fused bookkeeping kernels",
     "overlap_context_projection": "this version runs a step on one stream",
     "split_qkv_streams": "this version runs a step on one stream",
     "direct_pool_write": "this version has no kernel that stores latents into the pool",
@@ -67,26 +71,45 @@ _BUILT = {
 }
 
 
-def resolve_runtime(runtime: RuntimeConfig, *, model_dtype: torch.dtype, pool_dtype: torch.dtype) -> ResolvedRuntime:
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What `resolve_runtime` decides by.  obstacles: per `Switch` field that this version has built, why it cannot be taken
+    with this model and pool, or None."""
+
+    model_dtype: torch.dtype
+    pool_dtype: torch.dtype
+    obstacles: Mapping[str, str | None]
+
+
+def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> ResolvedRuntime:
     """Decide every field.
 
     Raises:
         ConfigError: a field requires what cannot run here; the message names the reason.
     """
-    choices = [_resolve(field.name, getattr(runtime, field.name), model_dtype, pool_dtype) for field in fields(runtime)]
+    choices = [_resolve(field.name, getattr(runtime, field.name), surroundings) for field in fields(runtime)]
     return ResolvedRuntime(tuple(choices))
 
 
-def _resolve(name: str, value: str, model_dtype: torch.dtype, pool_dtype: torch.dtype) -> Choice:
-    if name in _NO_SWITCH:
-        if value is Switch.REQUIRE:
-            raise ConfigError(f"runtime.{name}=require cannot be met: {_NO_SWITCH[name]}; use auto or off")
-        return Choice(name, value, "off", "asked for" if value is Switch.OFF else _NO_SWITCH[name])
+def _resolve(name: str, value: str, surroundings: Surroundings) -> Choice:
+    obstacles = {**_NO_SWITCH, **surroundings.obstacles}
+    if name in obstacles:
+        return _resolve_switch(name, value, obstacles[name])
     if name in _BUILT:
         return _resolve_backend(name, value)
     if name == "kv_dtype":
-        return _resolve_kv_dtype(value, model_dtype, pool_dtype)
+        return _resolve_kv_dtype(value, surroundings.model_dtype, surroundings.pool_dtype)
     return Choice(name, value, value, "asked for")
+
+
+def _resolve_switch(name: str, value: Switch, obstacle: str | None) -> Choice:
+    if value is Switch.OFF:
+        return Choice(name, value, "off", "asked for")
+    if obstacle is None:
+        return Choice(name, value, "on", "asked for" if value is Switch.REQUIRE else "its preconditions hold")
+    if value is Switch.REQUIRE:
+        raise ConfigError(f"runtime.{name}=require cannot be met: {obstacle}; use auto or off")
+    return Choice(name, value, "off", obstacle)
 
 
 def _resolve_backend(name: str, value: str) -> Choice:

@@ -4,6 +4,7 @@ The pool is written only in rows at or behind each request's known length, which
 over the new lengths.  So a run that fails halfway leaves nothing behind that counts.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from dspark_model import ops, verify
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import BlockContext, BlockDraft, MLADSparkForCausalLM
-from dspark_model.ops import BlockRows
+from dspark_model.ops import BlockShape, GivenRows, SlotTables, StepRows
 from dspark_model.rope import RopeTable
 from dspark_model.sampling import DrawKind, SamplingParams
 from dspark_model.slots import draft_rows
@@ -20,18 +21,23 @@ from dspark_model.verify import NO_TOKEN, Acceptance
 from dspark_model.worker_state import SlotState
 
 
+@dataclass(frozen=True, slots=True)
+class StepPaths:
+    """fused_prologue: bookkeeping and stores by Triton kernels.  draw_drafts: drafts are drawn at the request's
+    temperature."""
+
+    fused_prologue: bool
+    draw_drafts: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """B output rows, R of them drafted.  drafted: int64 [R].  context: [M, hidden], all rows that were projected.
-    draft_probs: float32 [R, K, V] and drawn: bool [B] where drafts were drawn, else None and all False."""
+    """slots: int64 [B], NO_TOKEN for dummy rows; rows: the bookkeeping of the B output rows, R of which drafted; drafted:
+    int64 [R].  context: [M, hidden], all rows that were projected.  draft_probs: float32 [R, K, V] and drawn: bool [B] where
+    drafts were drawn, else None and all False."""
 
-    context_lens: torch.Tensor
-    num_dropped: torch.Tensor
-    committed_tokens: torch.Tensor
-    num_accepted: torch.Tensor
-    num_committed: torch.Tensor
-    anchors: torch.Tensor
-    num_valid_drafts: torch.Tensor
+    slots: torch.Tensor
+    rows: StepRows
     drafted: torch.Tensor
     draft: BlockDraft | None
     draft_probs: torch.Tensor | None
@@ -47,42 +53,28 @@ class StepRun:
         model: MLADSparkForCausalLM,
         pool: PagedLatents,
         rope: RopeTable,
-        slots: SlotState,
+        state: SlotState,
         plan: StepPlan,
-        *,
-        num_drafts: int,
-        draw_drafts: bool,
+        shape: BlockShape,
+        paths: StepPaths,
     ):
-        self._model, self._pool, self._rope, self._state, self._plan = model, pool, rope, slots, plan
-        self._num_drafts = num_drafts
-        self._draw_drafts = draw_drafts
+        self._model, self._pool, self._rope, self._state, self._plan = model, pool, rope, state, plan
+        self._shape, self._paths = shape, paths
+        self._num_drafts = shape.num_drafts
         self._device = model.device
-        requests = plan.requests
-        self._live = torch.tensor([request is not None for request in requests], dtype=torch.bool, device=self._device)
-        self._slots = self._integers([0 if request is None else request.slot for request in requests])
-        self._num_pages = torch.where(self._live, pool.num_pages[self._slots], 0)
-        self._page_table = pool.page_table[self._slots]
-        self._old_lens = torch.where(self._live, slots.context_lens[self._slots], 0)
+        self._slots = self._integers([NO_TOKEN if request is None else request.slot for request in plan.requests])
+        self._live, self._at = self._slots >= 0, self._slots.clamp(min=0)
         self._first_row = len(plan.context)
+        self._row_lens = torch.where(self._live, state.context_lens[self._at], 0)[self._first_row :]
 
     def run(self) -> StepResult:
         context, chunk_latents, row_latents = self._project()
-        acceptance = self._accept()
-        num_new = torch.cat((self._chunk_sizes(), acceptance.num_accepted + 1))
-        capacity = self._num_pages * self._pool.config.page_size
-        advance = ops.length_advance(self._old_lens, num_new, capacity, self._live)
-        self._store(chunk_latents, row_latents, num_new)
-        return self._draft(context, acceptance, advance)
+        rows = self._advance()
+        self._store(chunk_latents, row_latents, rows)
+        return self._draft(context, rows)
 
     def _integers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-    def _chunk_sizes(self) -> torch.Tensor:
-        return self._integers([chunk.target_hidden.shape[0] for chunk in self._plan.context])
-
-    def _row_positions(self) -> torch.Tensor:
-        """Positions of the K + 1 target rows of each generation row: [Bg, K + 1]."""
-        return self._old_lens[self._first_row :, None] + torch.arange(self._num_drafts + 1, device=self._device)
 
     def _project(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Context and latents: those of each chunk [L, n, D], and of all K + 1 rows of the generation rows
@@ -95,21 +87,49 @@ class StepRun:
             contexts.append(context)
         if self._plan.generation is not None:
             context = model.project_context(self._plan.generation.target_hidden.flatten(0, 1))
-            positions = self._row_positions()
+            positions = self._row_lens[:, None] + torch.arange(self._num_drafts + 1, device=self._device)
             latents = model.context_latents(context, self._rope.rows(positions.flatten()))
             row_latents = latents.unflatten(1, positions.shape)
             contexts.append(context)
         empty = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=self._device)
         return torch.cat([empty, *contexts]), chunk_latents, row_latents
 
+    def _advance(self) -> StepRows:
+        """Verdict, lengths and places of all rows.  Only a uniform exact verdict is part of `ops.step_prologue`; others are
+        reached here and handed to it."""
+        rows, state, pool = self._plan.generation, self._state, self._pool
+        tables = SlotTables(
+            context_lens=state.context_lens,
+            draft_tokens=state.draft_tokens,
+            num_valid_drafts=state.num_valid_drafts,
+            max_context=state.max_context,
+            page_table=pool.page_table,
+            num_pages=pool.num_pages,
+        )
+        sizes = self._integers([chunk.target_hidden.shape[0] for chunk in self._plan.context])
+        anchors = self._integers([NO_TOKEN if chunk.anchor is None else chunk.anchor for chunk in self._plan.context])
+        verdict, tokens = None, torch.empty((0, self._num_drafts + 1), dtype=torch.int64, device=self._device)
+        if rows is not None and rows.target_tokens is not None and rows.widths is None:
+            tokens = rows.target_tokens
+        elif rows is not None:
+            verdict = self._accept()
+            sizes, anchors = torch.cat((sizes, verdict.num_accepted + 1)), torch.cat((anchors, verdict.anchor))
+        given = GivenRows(num_new=sizes, anchors=anchors)
+        fused = self._paths.fused_prologue
+        result = ops.step_prologue(self._slots, tables, given, tokens, self._rope.cos_sin, self._shape, fused=fused)
+        return result if verdict is None else self._with_verdict(result, verdict)
+
+    def _with_verdict(self, rows: StepRows, verdict: Acceptance) -> StepRows:
+        first = self._first_row
+        committed, accepted, count = rows.committed_tokens.clone(), rows.num_accepted.clone(), rows.num_committed.clone()
+        committed[first:], accepted[first:] = verdict.committed_tokens, verdict.num_accepted
+        count[first:] = torch.where(self._live[first:], verdict.num_accepted + 1, 0)
+        return dataclasses.replace(rows, committed_tokens=committed, num_accepted=accepted, num_committed=count)
+
     def _accept(self) -> Acceptance:
         """The verdict on each generation row's drafts; dummy rows commit nothing that is used."""
         rows, state = self._plan.generation, self._state
-        width = self._num_drafts + 1
-        if rows is None:
-            empty = self._integers([])
-            return Acceptance(empty, empty.reshape(0, width), empty)
-        slots, live = self._slots[self._first_row :], self._live[self._first_row :]
+        slots, live = self._at[self._first_row :], self._live[self._first_row :]
         checked = torch.where(live, state.num_valid_drafts[slots], 0)
         if rows.widths is not None:
             checked = torch.minimum(checked, self._integers([max(int(n) - 1, 0) for n in rows.widths]))
@@ -136,7 +156,7 @@ class StepRun:
         drawn = temperatures > 0
         target_probs = ops.tempered_softmax(logits, temperatures)
         draft_probs = verify.one_hot(drafts, logits.shape[-1])
-        slots = self._slots[self._first_row :]
+        slots = self._at[self._first_row :]
         if self._state.draft_probs is not None:
             kept = self._state.drawn[slots][:, None, None]
             draft_probs = torch.where(kept, self._state.draft_probs[slots], draft_probs)
@@ -149,92 +169,53 @@ class StepRun:
             anchor=torch.where(drawn, sampled.anchor, greedy.anchor),
         )
 
-    def _store(self, chunk_latents: list[torch.Tensor], row_latents: torch.Tensor | None, num_new: torch.Tensor) -> None:
-        """Latents of the new context rows into the pool: a chunk's whole, of a generation row the accepted ones."""
-        page_size = self._pool.config.page_size
+    def _store(self, chunk_latents: list[torch.Tensor], row_latents: torch.Tensor | None, rows: StepRows) -> None:
+        """Latents of the new context rows into the pool: a chunk's whole, of a generation row the committed ones."""
         for index, (chunk, latents) in enumerate(zip(self._plan.context, chunk_latents, strict=True)):
-            here = slice(index, index + 1)
-            rows = chunk.start_position + torch.arange(latents.shape[1], device=self._device)[None]
-            where = ops.row_addresses(rows, self._page_table[here], self._num_pages[here], page_size)
-            ops.latent_store(self._pool.layer_views, latents[:, None], where)
-        if row_latents is None:
-            return
-        here = slice(self._first_row, None)
-        accepted = torch.arange(self._num_drafts + 1, device=self._device) < num_new[here, None]
-        rows = torch.where(accepted, self._row_positions(), -1)
-        where = ops.row_addresses(rows, self._page_table[here], self._num_pages[here], page_size)
-        ops.latent_store(self._pool.layer_views, row_latents, where)
+            start, count = self._integers([chunk.start_position]), self._integers([latents.shape[1]])
+            self._store_rows(latents[:, None], start, count, self._slots[index : index + 1])
+        if row_latents is not None:
+            here = slice(self._first_row, None)
+            self._store_rows(row_latents, self._row_lens, rows.num_committed[here], self._slots[here])
 
-    def _draft(self, context: torch.Tensor, acceptance: Acceptance, advance: ops.LengthAdvance) -> StepResult:
-        plan, batch = self._plan, len(self._plan.requests)
-        chunk_anchors = self._integers([NO_TOKEN if c.anchor is None else c.anchor for c in plan.context])
-        anchors = torch.cat((chunk_anchors, acceptance.anchor))
+    def _store_rows(self, latents: torch.Tensor, start: torch.Tensor, count: torch.Tensor, slots: torch.Tensor) -> None:
+        pool = self._pool
+        fused = self._paths.fused_prologue
+        ops.context_store(pool.layer_views, latents, start, count, slots, pool.page_table, pool.num_pages, fused=fused)
+
+    def _draft(self, context: torch.Tensor, rows: StepRows) -> StepResult:
+        plan = self._plan
         drafted = self._integers(list(plan.drafted))
-        valid = self._integers([0] * batch)
-        draft, probs = None, None
-        if plan.drafted:
-            rows = ops.block_fixup(
-                advance.context_lens[drafted],
-                self._page_table[drafted],
-                self._num_pages[drafted],
-                self._live[drafted],
-                rows=self._model.config.block_rows(self._num_drafts),
-                page_size=self._pool.config.page_size,
-            )
-            draft, probs = self._decode(anchors[drafted], drafted, rows, advance.context_lens[drafted])
-            valid[drafted] = self._valid_drafts(drafted, rows, advance)
-        no_chunk = self._integers([0] * len(plan.context))
-        committed = torch.where(self._live[self._first_row :], acceptance.num_accepted + 1, 0)
-        filler = torch.full((len(plan.context), self._num_drafts + 1), NO_TOKEN, device=self._device)
-        drawn = torch.zeros(batch, dtype=torch.bool, device=self._device)
+        draft, probs = self._decode(rows, drafted) if plan.drafted else (None, None)
+        drawn = torch.zeros(len(plan.requests), dtype=torch.bool, device=self._device)
         if probs is not None:
             drawn[drafted] = self._temperatures([plan.sampling[index] for index in plan.drafted]) > 0
-        return StepResult(
-            context_lens=advance.context_lens,
-            num_dropped=advance.num_dropped,
-            committed_tokens=torch.cat((filler, acceptance.committed_tokens)),
-            num_accepted=torch.cat((no_chunk, acceptance.num_accepted)),
-            num_committed=torch.cat((no_chunk, committed)),
-            anchors=anchors,
-            num_valid_drafts=valid,
-            drafted=drafted,
-            draft=draft,
-            draft_probs=probs,
-            drawn=drawn,
-            context=context,
-        )
+        return StepResult(self._slots, rows, drafted, draft, probs, drawn, context)
 
-    def _decode(
-        self, anchors: torch.Tensor, drafted: torch.Tensor, rows: BlockRows, context_lens: torch.Tensor
-    ) -> tuple[BlockDraft, torch.Tensor | None]:
-        model = self._model
+    def _decode(self, rows: StepRows, drafted: torch.Tensor) -> tuple[BlockDraft, torch.Tensor | None]:
+        model, pool, fused = self._model, self._pool, self._paths.fused_prologue
+        slots = self._at
+        if len(self._plan.drafted) < len(self._plan.requests):
+            rows, slots = rows.select(drafted), slots[drafted]
         block = BlockContext(
-            layer_views=self._pool.layer_views,
-            page_table=self._page_table[drafted],
-            context_lens=context_lens,
-            rows=rows,
-            cos_sin=self._rope.rows(rows.positions),
-            max_seq_len=min(self._plan.max_length, self._pool.max_rows),
+            layer_views=pool.layer_views,
+            page_table=pool.page_table[slots],
+            context_lens=rows.context_lens,
+            rows=rows.block,
+            cos_sin=rows.cos_sin,
+            max_seq_len=min(self._plan.max_length, pool.max_rows),
+            fused_store=fused,
         )
-        hidden = model.decode_block(model.embed_block(anchors, rows.positions.shape[1]), block)
+        hidden = model.decode_block(model.embed_block(rows.anchors, self._shape.rows, fused=fused), block)
         hidden = hidden[:, draft_rows(model.config, self._num_drafts)]
         params = [self._plan.sampling[index] for index in self._plan.drafted]
-        if not self._draw_drafts or all(entry.temperature == 0 for entry in params):
-            return model.draft(hidden, anchors), None
+        if not self._paths.draw_drafts or all(entry.temperature == 0 for entry in params):
+            return model.draft(hidden, rows.anchors), None
         temperatures = self._temperatures(params)
         kinds = {index: DrawKind.FIRST_DRAFT if index < self._first_row else DrawKind.DRAFT for index in self._plan.drafted}
-        draft = model.draft(hidden, anchors, temperatures=temperatures, uniforms=self._uniforms(kinds, self._num_drafts))
+        uniforms = self._uniforms(kinds, self._num_drafts)
+        draft = model.draft(hidden, rows.anchors, temperatures=temperatures, uniforms=uniforms)
         return draft, ops.tempered_softmax(draft.biased_logits, temperatures)
-
-    def _valid_drafts(self, drafted: torch.Tensor, rows: BlockRows, advance: ops.LengthAdvance) -> torch.Tensor:
-        """Drafts that may be verified: those whose token fits below the request's limit, whose block row has a page, and
-        none where context rows were dropped."""
-        limits = [request.max_context if request else 0 for request in self._plan.requests]
-        lens = advance.context_lens[drafted]
-        below_limit = self._integers(limits)[drafted] - lens - 1
-        with_page = rows.seq_lens - lens - draft_rows(self._model.config, self._num_drafts).start
-        valid = torch.minimum(below_limit, with_page).clamp(0, self._num_drafts)
-        return torch.where(self._live[drafted] & (advance.num_dropped[drafted] == 0), valid, 0)
 
     def _temperatures(self, params: list[SamplingParams] | tuple[SamplingParams, ...]) -> torch.Tensor:
         return torch.tensor([entry.temperature for entry in params], dtype=torch.float32, device=self._device)

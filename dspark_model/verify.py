@@ -4,33 +4,22 @@ B requests, K drafts, V vocabulary.  Row i of the target is its view after the i
 row i after draft i - 1.
 """
 
-from dataclasses import dataclass
-
 import torch
 
+from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact, commit, leading
 from dspark_model.ops.markov_chain import invert_cdf
 from dspark_model.sampling import DrawKind, SamplingParams
 
-NO_TOKEN = -1  # filler behind the committed tokens of a request
-
-
-@dataclass(frozen=True, slots=True)
-class Acceptance:
-    """num_accepted: int64 [B], accepted drafts.  committed_tokens: int64 [B, K + 1], the accepted drafts and then the
-    target's own token; NO_TOKEN behind the first num_accepted + 1.  anchor: int64 [B], the last committed token."""
-
-    num_accepted: torch.Tensor
-    committed_tokens: torch.Tensor
-    anchor: torch.Tensor
-
-
-def accept_exact(draft_tokens: torch.Tensor, num_drafts: torch.Tensor, target_tokens: torch.Tensor) -> Acceptance:
-    """Accept drafts as long as they equal the target's own choice.
-
-    draft_tokens: int64 [B, K]; num_drafts: int64 [B], how many of them were checked; target_tokens: int64 [B, K + 1].
-    Greedy when the choices are arg maxima; with choices drawn from the target the output keeps the target's distribution.
-    """
-    return _accept(draft_tokens == target_tokens[:, :-1], num_drafts, draft_tokens, target_tokens)
+__all__ = [
+    "NO_TOKEN",
+    "Acceptance",
+    "accept_exact",
+    "accept_given",
+    "accept_sampled",
+    "confident_prefix_length",
+    "draw_token",
+    "one_hot",
+]
 
 
 def accept_sampled(
@@ -49,7 +38,7 @@ def accept_sampled(
     chosen = draft_tokens[..., None]
     p = target_probs[:, :-1].gather(-1, chosen)[..., 0]
     q = draft_probs.gather(-1, chosen)[..., 0]
-    accepted = _leading(uniforms[:, :-1] * q < p, num_drafts)
+    accepted = leading(uniforms[:, :-1] * q < p, num_drafts)
     row = torch.arange(draft_tokens.shape[0], device=draft_tokens.device)
     p_next = target_probs[row, accepted]
     q_next = draft_probs[row, accepted.clamp(max=draft_tokens.shape[1] - 1)]
@@ -57,7 +46,7 @@ def accept_sampled(
     # Where p equals q to the last bit nothing is left over; a rejection there is rounding, and p itself is right.
     use_rest = (accepted < num_drafts) & (rest.sum(-1) > 0)
     final = invert_cdf(torch.where(use_rest[:, None], rest, p_next), uniforms[:, -1])
-    return _commit(accepted, draft_tokens, final)
+    return commit(accepted, draft_tokens, final)
 
 
 def accept_given(committed_tokens: torch.Tensor, num_committed: torch.Tensor) -> Acceptance:
@@ -81,27 +70,6 @@ def confident_prefix_length(confidence: torch.Tensor, threshold: float) -> torch
     if threshold <= 0:
         return torch.full(confidence.shape[:1], confidence.shape[1], device=confidence.device)
     return (confidence >= threshold).long().cumprod(1).sum(1)
-
-
-def _leading(stands: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
-    """Number of leading True among the first num_drafts columns."""
-    checked = torch.arange(stands.shape[1], device=stands.device) < num_drafts[:, None]
-    return (stands & checked).long().cumprod(1).sum(1)
-
-
-def _accept(
-    stands: torch.Tensor, num_drafts: torch.Tensor, draft_tokens: torch.Tensor, target_tokens: torch.Tensor
-) -> Acceptance:
-    accepted = _leading(stands, num_drafts)
-    return _commit(accepted, draft_tokens, target_tokens.gather(1, accepted[:, None])[:, 0])
-
-
-def _commit(accepted: torch.Tensor, draft_tokens: torch.Tensor, final: torch.Tensor) -> Acceptance:
-    index = torch.arange(draft_tokens.shape[1] + 1, device=draft_tokens.device)
-    padded = torch.nn.functional.pad(draft_tokens, (0, 1), value=NO_TOKEN)
-    tokens = torch.where(index < accepted[:, None], padded, NO_TOKEN)
-    tokens = torch.where(index == accepted[:, None], final[:, None], tokens)
-    return Acceptance(num_accepted=accepted, committed_tokens=tokens, anchor=final)
 
 
 def draw_token(logits: torch.Tensor, sampling: SamplingParams, position: int) -> int:

@@ -4,21 +4,25 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 
-from dspark_model import verify
+from dspark_model import ops
 from dspark_model.config_keys import ConfigError
+from dspark_model.fast_paths import fused_prologue_obstacle
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
 from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.ops import NO_TOKEN, BlockShape
 from dspark_model.packing import PackedLinear
 from dspark_model.page_allocator import CapacityError
 from dspark_model.rope import RopeTable
-from dspark_model.runtime import ResolvedRuntime, resolve_runtime
+from dspark_model.runtime import ResolvedRuntime, Surroundings, resolve_runtime
 from dspark_model.serving_config import DraftSampling, RuntimeConfig
+from dspark_model.slots import draft_rows
 from dspark_model.step_io import StepInput, StepOutput, StepTrace
 from dspark_model.step_plan import StepChecker, StepPlan, is_whole
-from dspark_model.step_run import StepResult, StepRun
+from dspark_model.step_run import StepPaths, StepResult, StepRun
 from dspark_model.worker_state import RequestState, SlotState
 
 logger = logging.getLogger("dspark_model")
@@ -52,6 +56,11 @@ class DFlashWorker:
         self.num_drafts = pool.config.num_drafts if num_drafts is None else num_drafts
         _check_fit(model, pool, self.num_drafts)
         self.block_rows = model.config.block_rows(self.num_drafts)
+        self._surroundings = Surroundings(
+            model_dtype=model.dtype,
+            pool_dtype=pool.dtype,
+            obstacles={"fused_prologue": fused_prologue_obstacle(model, pool)},
+        )
         self.resolved = self._resolve(self.runtime)
         self.fallback_counts: Counter[str] = Counter()
         # Rejected and block rows reach past the served limit; the table covers them, so that no position is ever clamped.
@@ -61,6 +70,14 @@ class DFlashWorker:
         self._slots = SlotState(pool.config.max_requests, self.num_drafts, sampled_vocab, model.device)
         self._free_slots = list(range(pool.config.max_requests - 1, -1, -1))
         self._requests: dict[Hashable, RequestState] = {}
+        rows = draft_rows(model.config, self.num_drafts)
+        self._shape = BlockShape(
+            num_drafts=self.num_drafts,
+            rows=self.block_rows,
+            first_draft_row=rows.start,
+            page_size=pool.config.page_size,
+            mask_token=model.config.mask_token_id,
+        )
         self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
         if self.resolved.fallbacks:
             names = ", ".join(choice.name for choice in self.resolved.fallbacks)
@@ -126,6 +143,7 @@ class DFlashWorker:
         self._slots.reset(slot)
         length = prefix.num_tokens if prefix else 0
         self._slots.context_lens[slot] = length
+        self._slots.max_context[slot] = max_context
         self._requests[request_id] = RequestState(request_id, slot, max_context, length)
 
     def release(self, request_id: Hashable) -> None:
@@ -169,42 +187,45 @@ class DFlashWorker:
         before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
         try:
             result = self._run(plan, resolved)
-            output = _output(plan, result, self.num_drafts, resolved, trace)
+            drafts = _DraftedRows.of(result, self.num_drafts)
+            rows = result.rows
             # Reading the lengths waits for the device, so that a failure there still finds the old state.
-            lengths, valid, dropped = (t.tolist() for t in (result.context_lens, result.num_valid_drafts, result.num_dropped))
+            lengths, valid, dropped = torch.stack((rows.context_lens, rows.num_valid_drafts, rows.num_dropped)).tolist()
         except BaseException:
             self.pool.cancel_step(before)
             raise
-        self._commit(plan, result, output)
+        next_tokens = self._commit(plan, result, drafts, fused=resolved.takes("fused_prologue"))
         for index, request in enumerate(plan.requests):
             if request is not None:
                 request.length, request.num_valid_drafts = lengths[index], valid[index]
                 request.num_dropped += dropped[index]
                 request.drafting = request.drafting or index in plan.drafted
         self.fallback_counts.update(choice.name for choice in resolved.fallbacks)
-        return output
+        return _output(plan, result, drafts, next_tokens, resolved, trace)
 
     def _run(self, plan: StepPlan, resolved: ResolvedRuntime) -> StepResult:
-        draw_drafts = resolved["draft_sampling"].in_force == DraftSampling.SAMPLE
-        return StepRun(
-            self.model, self.pool, self.rope, self._slots, plan, num_drafts=self.num_drafts, draw_drafts=draw_drafts
-        ).run()
+        paths = StepPaths(
+            fused_prologue=resolved.takes("fused_prologue"),
+            draw_drafts=resolved["draft_sampling"].in_force == DraftSampling.SAMPLE,
+        )
+        return StepRun(self.model, self.pool, self.rope, self._slots, plan, self._shape, paths).run()
 
-    def _commit(self, plan: StepPlan, result: StepResult, output: StepOutput) -> None:
-        """The one place where a step changes the slots' lengths, anchors and drafts."""
-        live = [index for index, request in enumerate(plan.requests) if request is not None]
-        slots = torch.tensor([plan.requests[index].slot for index in live], dtype=torch.int64, device=self.model.device)
-        rows = torch.tensor(live, dtype=torch.int64, device=self.model.device)
-        state = self._slots
-        state.context_lens[slots] = result.context_lens[rows]
-        state.anchors[slots] = output.anchor[rows]
-        state.draft_tokens[slots] = output.draft_tokens[rows]
-        state.num_valid_drafts[slots] = result.num_valid_drafts[rows]
-        state.drawn[slots] = result.drawn[rows]
+    def _commit(self, plan: StepPlan, result: StepResult, drafts: "_DraftedRows", *, fused: bool) -> torch.Tensor:
+        """The one place where a step changes the slots' lengths, anchors and drafts; returns the next target tokens."""
+        rows, state = result.rows, self._slots
+        next_tokens = ops.step_commit(
+            state.drafts(), result.slots, drafts.anchor, rows.context_lens, rows.num_valid_drafts, drafts.tokens, fused=fused
+        )
+        if state.draft_probs is None:
+            return next_tokens
+        for index, request in enumerate(plan.requests):
+            if request is not None:
+                state.drawn[request.slot] = result.drawn[index]
         if result.draft_probs is not None:
             for row, index in enumerate(plan.drafted):
                 if plan.requests[index] is not None:
                     state.draft_probs[plan.requests[index].slot] = result.draft_probs[row]
+        return next_tokens
 
     def _request(self, request_id: Hashable) -> RequestState:
         if request_id not in self._requests:
@@ -212,7 +233,7 @@ class DFlashWorker:
         return self._requests[request_id]
 
     def _resolve(self, runtime: RuntimeConfig) -> ResolvedRuntime:
-        resolved = resolve_runtime(runtime, model_dtype=self.model.dtype, pool_dtype=self.pool.dtype)
+        resolved = resolve_runtime(runtime, self._surroundings)
         if runtime.draft_sampling is DraftSampling.SAMPLE and self.runtime.draft_sampling is not DraftSampling.SAMPLE:
             raise ConfigError(
                 "runtime.draft_sampling=sample needs the buffer that is made at construction; build the worker with it"
@@ -220,30 +241,55 @@ class DFlashWorker:
         return resolved
 
 
-def _output(plan: StepPlan, result: StepResult, num_drafts: int, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
-    """Spread the R drafted rows over the B output rows."""
-    batch, draft, device = len(plan.requests), result.draft, result.anchors.device
-    live = torch.tensor([request is not None for request in plan.requests], dtype=torch.bool, device=device)
-    draft_tokens = torch.full((batch, num_drafts), verify.NO_TOKEN, device=device)
-    confidence = None
-    if draft is not None:
-        draft_tokens[result.drafted] = draft.draft_tokens
-        if draft.confidence_logits is not None:
-            confidence = torch.zeros(batch, num_drafts, device=device)
-            confidence[result.drafted] = torch.sigmoid(draft.confidence_logits)
-            confidence[~live] = 0.0
+@dataclass(frozen=True, slots=True, eq=False)
+class _DraftedRows:
+    """The R drafted rows spread over the B output rows: anchor int64 [B] and tokens int64 [B, K], NO_TOKEN where nothing was
+    drafted and for dummy rows; confidence float32 [B, K], 0 there, or None."""
+
+    anchor: torch.Tensor
+    tokens: torch.Tensor
+    confidence: torch.Tensor | None
+
+    @classmethod
+    def of(cls, result: StepResult, num_drafts: int) -> "_DraftedRows":
+        live, draft = result.slots >= 0, result.draft
+        tokens = torch.full((live.shape[0], num_drafts), NO_TOKEN, dtype=torch.int64, device=live.device)
+        confidence = None
+        if draft is not None:
+            tokens[result.drafted] = draft.draft_tokens
+            if draft.confidence_logits is not None:
+                confidence = torch.zeros(live.shape[0], num_drafts, device=live.device)
+                confidence[result.drafted] = torch.sigmoid(draft.confidence_logits)
+                confidence = torch.where(live[:, None], confidence, 0.0)
+        return cls(
+            anchor=torch.where(live, result.rows.anchors, NO_TOKEN),
+            tokens=torch.where(live[:, None], tokens, NO_TOKEN),
+            confidence=confidence,
+        )
+
+
+def _output(
+    plan: StepPlan,
+    result: StepResult,
+    drafts: _DraftedRows,
+    next_tokens: torch.Tensor,
+    resolved: ResolvedRuntime,
+    trace: bool,
+) -> StepOutput:
+    rows = result.rows
     return StepOutput(
         request_ids=tuple(None if request is None else request.request_id for request in plan.requests),
-        committed_tokens=result.committed_tokens,
-        num_accepted=result.num_accepted,
-        num_committed=result.num_committed,
-        anchor=torch.where(live, result.anchors, verify.NO_TOKEN),
-        draft_tokens=torch.where(live[:, None], draft_tokens, verify.NO_TOKEN),
-        num_valid_drafts=result.num_valid_drafts,
-        confidence=confidence,
-        num_dropped=result.num_dropped,
+        committed_tokens=rows.committed_tokens,
+        num_accepted=rows.num_accepted,
+        num_committed=rows.num_committed,
+        anchor=drafts.anchor,
+        draft_tokens=drafts.tokens,
+        next_tokens=next_tokens,
+        num_valid_drafts=rows.num_valid_drafts,
+        confidence=drafts.confidence,
+        num_dropped=rows.num_dropped,
         runtime=resolved,
-        trace=StepTrace(context=result.context, draft=draft) if trace else None,
+        trace=StepTrace(context=result.context, draft=result.draft) if trace else None,
     )
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dspark_model.ops import SlotDrafts
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -26,7 +28,7 @@ class RequestState:
 class SlotState:
     """Device side, S = max_requests slots.
 
-    context_lens, anchors, num_valid_drafts: int64 [S]; draft_tokens: int64 [S, K].
+    context_lens, anchors, num_valid_drafts, max_context: int64 [S]; draft_tokens: int64 [S, K].
     draft_probs: float32 [S, K, V], the distributions that drafts were drawn from, or None when drafts are never drawn;
     drawn: bool [S], whether the slot's last drafts were drawn rather than arg maxima.
     """
@@ -38,20 +40,26 @@ class SlotState:
         self.context_lens = zeros(num_slots)
         self.anchors = zeros(num_slots)
         self.num_valid_drafts = zeros(num_slots)
+        self.max_context = zeros(num_slots)
         self.draft_tokens = zeros(num_slots, num_drafts)
         self.drawn = zeros(num_slots, dtype=torch.bool)
         self.draft_probs = None
         if sampled_vocab is not None:
             self.draft_probs = zeros(num_slots, num_drafts, sampled_vocab, dtype=torch.float32)
 
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        always = (self.context_lens, self.anchors, self.num_valid_drafts, self.max_context, self.draft_tokens, self.drawn)
+        return always if self.draft_probs is None else (*always, self.draft_probs)
+
     @property
     def nbytes(self) -> int:
-        tensors = (self.context_lens, self.anchors, self.num_valid_drafts, self.draft_tokens, self.drawn)
-        return sum(t.nbytes for t in tensors) + (self.draft_probs.nbytes if self.draft_probs is not None else 0)
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def drafts(self) -> SlotDrafts:
+        """What a step replaces."""
+        return SlotDrafts(self.context_lens, self.anchors, self.num_valid_drafts, self.draft_tokens)
 
     def reset(self, slot: int) -> None:
         """Forget the slot's last request."""
-        for tensor in (self.context_lens, self.anchors, self.num_valid_drafts, self.draft_tokens, self.drawn):
+        for tensor in self._tensors():
             tensor[slot] = 0
-        if self.draft_probs is not None:
-            self.draft_probs[slot] = 0

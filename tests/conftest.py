@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import os
 import zlib
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 
 from dspark_model import DrafterConfig
 from dspark_model.testing import tiny_config
+
+if not torch.cuda.is_available():
+    # Without a device Triton's kernels run in its interpreter, which is chosen when triton is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure():

@@ -18,14 +18,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "rejected_rows_are_stored", "step_run.py",
-        "rows = torch.where(accepted, self._row_positions(), -1)",
-        "rows = self._row_positions()",
+        "self._store_rows(row_latents, self._row_lens, rows.num_committed[here], self._slots[here])",
+        "self._store_rows(row_latents, self._row_lens, rows.num_committed[here] * 0 + 8, self._slots[here])",
         "test_step_modes.py::test_only_committed_rows_are_stored[3]",
     ),
     Mutant(
         "row_position_off_by_one", "step_run.py",
-        "return self._old_lens[self._first_row :, None] + torch",
-        "return self._old_lens[self._first_row :, None] + 1 + torch",
+        "positions = self._row_lens[:, None] + torch",
+        "positions = self._row_lens[:, None] + 1 + torch",
         "test_step_modes.py::test_verdicts_in_both_layouts[tokens-layer_major]",
     ),
     Mutant(
@@ -35,15 +35,15 @@ MUTANTS = (
         "test_worker_limits.py::test_a30_chunks_store_what_one_piece_stores[pieces1]",
     ),
     Mutant(
-        "dummy_rows_own_pages", "step_run.py",
-        "self._num_pages = torch.where(self._live, pool.num_pages[self._slots], 0)",
-        "self._num_pages = pool.num_pages[self._slots]",
+        "dummy_rows_own_pages", "ops/step_prologue.py",
+        "drafting = live & (anchors >= 0)",
+        "drafting = anchors >= 0",
         "test_worker_pool.py::test_a36_padding_rows_with_nan_touch_no_page[False-tokens]",
     ),
     Mutant(
-        "draft_past_the_limit", "step_run.py",
-        "below_limit = self._integers(limits)[drafted] - lens - 1",
-        "below_limit = self._integers(limits)[drafted] - lens",
+        "draft_past_the_limit", "ops/step_prologue.py",
+        "below_limit = tables.max_context[at] - advance.context_lens - 1",
+        "below_limit = tables.max_context[at] - advance.context_lens",
         "test_worker_limits.py::test_a28_block_at_the_end_of_the_context[3-True]",
     ),
     Mutant(

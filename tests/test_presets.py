@@ -21,7 +21,7 @@ from dspark_model import (
     load_config,
 )
 from dspark_model.presets import CheckpointConfig
-from dspark_model.runtime import resolve_runtime
+from dspark_model.runtime import Surroundings, resolve_runtime
 from dspark_model.serving_config import Layout, Switch
 from dspark_model.testing import random_lm_head, random_model, tiny_config, write_checkpoint
 
@@ -184,8 +184,11 @@ def test_pool_sizes_must_be_positive_whole_numbers(value):
         PoolConfig(num_pages=value, max_requests=1, max_positions=1)
 
 
+SURROUNDINGS = Surroundings(model_dtype=torch.float32, pool_dtype=torch.float32, obstacles={"fused_prologue": None})
+
+
 def resolve(**fields):
-    return resolve_runtime(RuntimeConfig(**fields), model_dtype=torch.float32, pool_dtype=torch.float32)
+    return resolve_runtime(RuntimeConfig(**fields), SURROUNDINGS)
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -248,7 +251,7 @@ def test_a22_runtime_values_are_checked():
 
 def test_plain_runtime_uses_no_fast_path():
     plain = RuntimeConfig.plain()
-    resolved = resolve_runtime(plain, model_dtype=torch.float32, pool_dtype=torch.float32)
+    resolved = resolve_runtime(plain, SURROUNDINGS)
     assert not resolved.fallbacks
     assert {resolved[switch].in_force for switch in SWITCHES} == {"off"}
     assert (resolved["attention"].in_force, resolved["gemm"].in_force) == ("torch", "cublas")

@@ -278,7 +278,7 @@ def test_only_committed_rows_are_stored(monkeypatch, accepted):
     before = bench.pool.storage.clone()
     held = bench.latents("a", 16)
 
-    def stop(*_arguments):
+    def stop(*_arguments, **_options):
         raise RuntimeError("stop")
 
     monkeypatch.setattr(bench.model, "embed_block", stop)

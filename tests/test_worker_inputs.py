@@ -323,7 +323,7 @@ def test_step_that_fails_in_the_middle_can_be_sent_again(monkeypatch, stage, err
         "layer0": (bench.model.layers[0], "forward"),
         "layer1": (bench.model.layers[1], "forward"),
         "head": (bench.model, "draft"),
-        "last": ("dspark_model.worker._output",),
+        "last": ("dspark_model.worker._DraftedRows.of",),
     }
 
     def fail(*_arguments, **_options):

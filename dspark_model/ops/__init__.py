@@ -5,27 +5,42 @@ implementation is held to it.  Rounding rule throughout: norms, weights, rotatio
 float32, and a result is rounded once, when it is stored in the tensor's dtype.
 """
 
+from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
 from dspark_model.ops.block_attention import block_attention
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
+from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table
 from dspark_model.ops.fp32_linear import fp32_linear
 from dspark_model.ops.latent_norm_rope import latent_norm_rope
-from dspark_model.ops.latent_store import latent_store
+from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
 from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
 from dspark_model.ops.noise_block import noise_block
 from dspark_model.ops.packed_linear import can_pack, pack_weight, packed_linear
 from dspark_model.ops.rms_norm import rms_norm
 from dspark_model.ops.rope_rotate import rope_rotate
-from dspark_model.ops.row_addresses import row_addresses
+from dspark_model.ops.row_addresses import RowAddresses, row_addresses
+from dspark_model.ops.step_commit import SlotDrafts, step_commit
+from dspark_model.ops.step_prologue import BlockShape, GivenRows, SlotTables, StepRows, step_prologue
 
 __all__ = [
+    "NO_TOKEN",
+    "Acceptance",
     "BlockRows",
+    "BlockShape",
+    "GivenRows",
     "LengthAdvance",
     "MarkovChainOutput",
+    "PoolGeometry",
+    "RowAddresses",
+    "SlotDrafts",
+    "SlotTables",
+    "StepRows",
+    "accept_exact",
     "block_attention",
     "block_fixup",
     "can_pack",
+    "context_store",
     "decode_block_table",
     "fp32_linear",
     "latent_norm_rope",
@@ -38,5 +53,7 @@ __all__ = [
     "rms_norm",
     "rope_rotate",
     "row_addresses",
+    "step_commit",
+    "step_prologue",
     "tempered_softmax",
 ]

@@ -1,19 +1,77 @@
 """Masked store of latents into the paged pool."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from dspark_model.ops.row_addresses import RowAddresses
 
 
-def latent_store(layer_views: Sequence[torch.Tensor], latents: torch.Tensor, where: RowAddresses) -> None:
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """Distances in values between two layers' views, two pages and two rows of a page, the same for all layers."""
+
+    layer_stride: int
+    page_stride: int
+    row_stride: int
+
+    @classmethod
+    def of(cls, layer_views: Sequence[torch.Tensor]) -> "PoolGeometry":
+        """Raises ValueError when the layers' views do not lie at equal distances or differ in their strides."""
+        first, size = layer_views[0], layer_views[0].element_size()
+        steps = [later.data_ptr() - view.data_ptr() for view, later in zip(layer_views, layer_views[1:], strict=False)]
+        if any(view.stride() != first.stride() for view in layer_views) or any(step != steps[0] for step in steps):
+            raise ValueError("the layers' views of the pool differ in their strides or distances")
+        layer_stride, rest = divmod(steps[0] if steps else 0, size)
+        if rest:
+            raise ValueError(f"the layers' views lie {steps[0]} bytes apart, which is no multiple of {size}")
+        return cls(layer_stride=layer_stride, page_stride=first.stride(0), row_stride=first.stride(1))
+
+
+def latent_store(
+    layer_views: Sequence[torch.Tensor], latents: torch.Tensor, where: RowAddresses, *, fused: bool = False
+) -> None:
     """Write the owned rows of `latents` to their pages; rows that are not owned are skipped, nothing else changes.
 
     layer_views: L tensors [pages, page_size, D]; latents: [L, B, N, D]; where: addresses [B, N], distinct among the
     owned ones.  Values are rounded to the pool's dtype.
+    fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype.
     """
-    owned = where.owned
-    pages, offsets = where.pages[owned], where.offsets[owned]
-    for view, rows in zip(layer_views, latents, strict=True):
-        view[pages, offsets] = rows[owned].to(view.dtype)
+    if fused:
+        _fused(layer_views, latents, where)
+        return
+    owned = where.owned.flatten()
+    if not owned.numel():
+        return
+    # A row that is not owned repeats the first owned one; where there is none, page 0 keeps its value. Boolean indexing would
+    # wait for the device.
+    row = torch.where(owned, torch.arange(owned.numel(), device=owned.device), owned.int().argmax())
+    pages, offsets = where.pages.flatten()[row], where.offsets.flatten()[row]
+    for view, rows in zip(layer_views, latents.flatten(1, 2), strict=True):
+        view[pages, offsets] = torch.where(owned.any(), rows[row].to(view.dtype), view[pages, offsets])
+
+
+def _fused(layer_views: Sequence[torch.Tensor], latents: torch.Tensor, where: RowAddresses) -> None:
+    import triton
+    from dspark_kernels.triton.latent_store import latent_store_kernel
+
+    geometry = PoolGeometry.of(layer_views)
+    flat = latents.flatten(1, 2)
+    if not flat.numel():
+        return
+    latent_store_kernel[(flat.shape[1], flat.shape[0])](
+        layer_views[0],
+        geometry.layer_stride,
+        geometry.page_stride,
+        geometry.row_stride,
+        flat,
+        flat.stride(0),
+        flat.stride(1),
+        where.pages,
+        where.offsets,
+        where.owned.view(torch.uint8),
+        WIDTH=flat.shape[2],
+        WIDTH_LANES=triton.next_power_of_2(flat.shape[2]),
+        num_warps=1,
+    )

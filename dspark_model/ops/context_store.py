@@ -1,0 +1,68 @@
+"""Store of consecutive context rows into the pages of their requests, for all layers."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dspark_model.ops.latent_store import PoolGeometry, latent_store
+from dspark_model.ops.row_addresses import row_addresses
+
+
+def context_store(
+    layer_views: Sequence[torch.Tensor],
+    latents: torch.Tensor,
+    start: torch.Tensor,
+    count: torch.Tensor,
+    slots: torch.Tensor,
+    page_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    *,
+    fused: bool = False,
+) -> None:
+    """Write the first count[b] of N rows of each request to its rows start[b], start[b] + 1, ...; rows without a page and
+    dummy rows are skipped, nothing else changes.
+
+    layer_views: L tensors [pages, page_size, D]; latents: [L, B, N, D]; start, count: int64 [B]; slots: int64 [B], -1 for
+    dummy rows; page_table: int32 [S, P]; num_pages: int64 [S].  Values are rounded to the pool's dtype.
+    fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype.
+    """
+    if fused:
+        _fused(layer_views, latents, start, count, slots, page_table, num_pages)
+        return
+    index = torch.arange(latents.shape[2], device=slots.device)
+    rows = torch.where(index < count[:, None], start[:, None] + index, -1)
+    at = slots.clamp(min=0)
+    pages_live = torch.where(slots >= 0, num_pages[at], 0)
+    where = row_addresses(rows, page_table[at], pages_live, layer_views[0].shape[1])
+    latent_store(layer_views, latents, where)
+
+
+def _fused(layer_views, latents, start, count, slots, page_table, num_pages) -> None:
+    import triton
+    from dspark_kernels.triton.context_store import context_store_kernel
+
+    geometry = PoolGeometry.of(layer_views)
+    layers, batch, rows, width = latents.shape
+    flat = latents.reshape(layers, batch * rows, width)
+    if not flat.numel():
+        return
+    context_store_kernel[(batch * rows, layers)](
+        layer_views[0],
+        geometry.layer_stride,
+        geometry.page_stride,
+        geometry.row_stride,
+        flat,
+        flat.stride(0),
+        flat.stride(1),
+        start,
+        count,
+        slots,
+        page_table,
+        num_pages,
+        page_table.shape[1],
+        rows,
+        layer_views[0].shape[1],
+        WIDTH=width,
+        WIDTH_LANES=triton.next_power_of_2(width),
+        num_warps=1,
+    )

@@ -1,0 +1,73 @@
+"""What a step leaves behind for the next one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dspark_model.ops.accept_exact import NO_TOKEN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotDrafts:
+    """State of S slots that a step replaces.  context_lens, anchors, num_valid_drafts: int64 [S]; draft_tokens: int64
+    [S, K]; all contiguous."""
+
+    context_lens: torch.Tensor
+    anchors: torch.Tensor
+    num_valid_drafts: torch.Tensor
+    draft_tokens: torch.Tensor
+
+
+def step_commit(
+    state: SlotDrafts,
+    slots: torch.Tensor,
+    anchors: torch.Tensor,
+    context_lens: torch.Tensor,
+    num_valid_drafts: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    *,
+    fused: bool = False,
+) -> torch.Tensor:
+    """Write the rows' results to their slots, and return the tokens that the target runs next: int64 [B, K + 1], the anchor
+    and the drafts, NO_TOKEN throughout for rows without a draft and dummy rows.
+
+    slots: int64 [B], NO_TOKEN for dummy rows, the others distinct; anchors: int64 [B], NO_TOKEN where nothing was drafted (a
+    slot's drafts are then NO_TOKEN); context_lens, num_valid_drafts: int64 [B]; draft_tokens: int64 [B, K].
+    fused: one Triton kernel, equal to the bit.
+    """
+    if fused:
+        return _fused(state, slots, anchors, context_lens, num_valid_drafts, draft_tokens)
+    drafted = (slots >= 0) & (anchors >= 0)
+    drafts = torch.where(drafted[:, None], draft_tokens, NO_TOKEN)
+    rows = (slots >= 0).nonzero()[:, 0]
+    at = slots[rows]
+    state.context_lens[at] = context_lens[rows]
+    state.anchors[at] = anchors[rows]
+    state.num_valid_drafts[at] = num_valid_drafts[rows]
+    state.draft_tokens[at] = drafts[rows]
+    return torch.cat((torch.where(drafted, anchors, NO_TOKEN)[:, None], drafts), dim=1)
+
+
+def _fused(state: SlotDrafts, slots, anchors, context_lens, num_valid_drafts, draft_tokens) -> torch.Tensor:
+    import triton
+    from dspark_kernels.triton.step_commit import step_commit_kernel
+
+    batch, drafts = draft_tokens.shape
+    tokens = torch.empty((batch, drafts + 1), dtype=torch.int64, device=slots.device)
+    if batch:
+        step_commit_kernel[(batch,)](
+            slots,
+            anchors,
+            context_lens,
+            num_valid_drafts,
+            draft_tokens,
+            state.context_lens,
+            state.anchors,
+            state.num_valid_drafts,
+            state.draft_tokens,
+            tokens,
+            DRAFTS=drafts,
+            LANES=triton.next_power_of_2(drafts + 1),
+            num_warps=1,
+        )
+    return tokens

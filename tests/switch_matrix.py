@@ -1,0 +1,188 @@
+"""The switch matrix: a worker with fast paths beside one without, step by step over the same scenario, equal to the bit.
+
+Five scenarios: steady decode, mixed batch with chunked prefill, request turnover with reuse of ids, context ceiling and page
+edges, padded dummy rows.  Each is a script of operations that both workers follow; the target's hidden rows come from a
+seed, and its tokens agree with a scripted number of the plain worker's drafts.
+"""
+
+import dataclasses
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+
+from dspark_model import ContextChunk, DFlashWorker, DrafterConfig, GenerationRows, LatentKVPool, PoolConfig, StepInput
+from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.serving_config import Layout, RuntimeConfig
+from dspark_model.step_io import StepOutput
+from dspark_model.testing import assert_bitwise_equal
+
+PAGE = 8
+DUMMY = None
+
+
+@dataclass(frozen=True)
+class Admit:
+    key: Hashable
+    max_context: int | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    key: Hashable
+
+
+@dataclass(frozen=True)
+class Step:
+    """prefill: {request: (start, end, last)}; accepts: {request or DUMMY placeholder: accepted drafts}, in row order."""
+
+    prefill: dict = field(default_factory=dict)
+    accepts: tuple[tuple[Hashable, int], ...] = ()
+
+
+def steady(batch: int) -> list:
+    keys = list(range(batch))
+    steps = [Admit(key) for key in keys]
+    steps.append(Step(prefill={key: (0, 5 + 3 * key, True) for key in keys}))
+    return steps + [Step(accepts=tuple((key, (3 * key + turn) % 9) for key in keys)) for turn in range(6)]
+
+
+def mixed(batch: int) -> list:
+    keys = list(range(batch))
+    steps = [Admit(key) for key in [*keys, "long", "short"]]
+    steps.append(Step(prefill={key: (0, 4 + key, True) for key in keys}))
+    accepts = tuple((key, (key + 2) % 8) for key in keys)
+    steps.append(Step(prefill={"long": (0, 9, False)}, accepts=accepts))
+    steps.append(Step(prefill={"long": (9, 10, False), "short": (0, 3, True)}, accepts=accepts))
+    steps.append(Step(prefill={"long": (10, 21, True)}, accepts=(*accepts, ("short", 7))))
+    return [*steps, Step(accepts=(("long", 7), ("short", 0), *accepts))]
+
+
+def turnover(batch: int) -> list:
+    keys = list(range(batch))
+    steps = [Admit(key) for key in keys]
+    steps.append(Step(prefill={key: (0, 7 + key, True) for key in keys}))
+    for turn in range(3):
+        steps.append(Step(accepts=tuple((key, (turn + key) % 8) for key in keys)))
+        steps += [Release(keys[turn % batch]), Admit(keys[turn % batch])]
+        steps.append(Step(prefill={keys[turn % batch]: (0, 2 + turn, True)}))
+    return [*steps, Step(accepts=tuple((key, 7) for key in reversed(keys)))]
+
+
+def ceiling(batch: int) -> list:
+    """Requests run into their limits, at and behind a page's edge."""
+    keys = list(range(batch))
+    limits = [PAGE * 2 + 1 + key % 3 for key in keys]
+    steps = [Admit(key, limit) for key, limit in zip(keys, limits, strict=True)]
+    steps.append(Step(prefill={key: (0, PAGE - 1 + key % 2, True) for key in keys}))
+    steps.append(Step(accepts=tuple((key, 7) for key in keys)))
+    return [*steps, Step(accepts=tuple((key, key % 2) for key in keys))]
+
+
+def padded(batch: int) -> list:
+    keys = list(range(batch))
+    steps = [Admit(key) for key in keys]
+    steps.append(Step(prefill={key: (0, 6, True) for key in keys}))
+    rows = [(key, (key + 5) % 8) for key in keys]
+    return [*steps, Step(accepts=(*rows, (DUMMY, 0))), Step(accepts=((DUMMY, 0), *rows, (DUMMY, 0))), Step(accepts=tuple(rows))]
+
+
+SCENARIOS = {"steady": steady, "mixed": mixed, "turnover": turnover, "ceiling": ceiling, "padded": padded}
+
+
+def make_worker(
+    model: MLADSparkForCausalLM, runtime: RuntimeConfig, layout: Layout, *, num_pages: int = 160, max_requests: int = 12
+) -> DFlashWorker:
+    """A worker on a pool that is filled with a pattern, so that every byte can be compared."""
+    config = PoolConfig(page_size=PAGE, num_pages=num_pages, max_requests=max_requests, max_positions=100, layout=layout)
+    pool = LatentKVPool(config, model.config, dtype=model.dtype, device=model.device)
+    pattern = torch.arange(pool.storage.numel(), device=model.device) % 251
+    pool.storage.copy_(pattern.reshape(pool.storage.shape).to(pool.dtype) - 120)
+    return DFlashWorker(model, pool, runtime)
+
+
+class Duel:
+    """Two workers over one scenario: `plain` decides what the target says, `fast` has to follow to the bit."""
+
+    def __init__(self, plain: DFlashWorker, fast: DFlashWorker, seed: int = 0):
+        self.plain, self.fast, self.config = plain, fast, plain.model.config
+        self.draw = torch.Generator().manual_seed(seed)
+        self.drafts: dict[Hashable, list[int]] = {}
+        self.steps = 0
+
+    def run(self, script: list) -> None:
+        for operation in script:
+            if isinstance(operation, Admit):
+                for worker in (self.plain, self.fast):
+                    worker.admit(operation.key, max_context=operation.max_context)
+            elif isinstance(operation, Release):
+                for worker in (self.plain, self.fast):
+                    worker.release(operation.key)
+            else:
+                self._step(operation)
+
+    def _step(self, step: Step) -> None:
+        step_input = self._input(step)
+        ours, theirs = self.fast.step(step_input), self.plain.step(step_input)
+        self.steps += 1
+        compare_outputs(ours, theirs, f"step {self.steps}")
+        compare_state(self.fast, self.plain, f"step {self.steps}")
+        for index, key in enumerate(theirs.request_ids):
+            if key is not None:
+                self.drafts[key] = theirs.draft_tokens[index].tolist()
+
+    def _hidden(self, *shape: int) -> torch.Tensor:
+        rows = torch.randn(*shape, self.config.context_width, generator=self.draw)
+        return rows.to(self.plain.model.dtype).to(self.plain.model.device)
+
+    def _input(self, step: Step) -> StepInput:
+        context = [
+            ContextChunk(
+                request_id=key,
+                target_hidden=self._hidden(end - start),
+                start_position=start,
+                anchor=(7 * end + 3) % self.config.vocab_size if last else None,
+            )
+            for key, (start, end, last) in step.prefill.items()
+        ]
+        keys = [key for key, _ in step.accepts]
+        if not keys:
+            return StepInput(context=context)
+        width = self.plain.num_drafts + 1
+        hidden = self._hidden(len(keys), width)
+        tokens = torch.full((len(keys), width), -(2**40), dtype=torch.int64)
+        for row, (key, accepted) in enumerate(step.accepts):
+            if key is DUMMY:
+                hidden[row] = float("nan")
+                continue
+            drafts = torch.tensor([*self.drafts[key], 0]).clamp(min=0)
+            other = (drafts + 1 + torch.arange(width)) % self.config.vocab_size
+            tokens[row] = torch.where(torch.arange(width) < accepted, drafts, other)
+        rows = GenerationRows(request_ids=keys, target_hidden=hidden, target_tokens=tokens.to(hidden.device))
+        return StepInput(context=context, generation=rows)
+
+
+def compare_outputs(ours: StepOutput, theirs: StepOutput, where: str) -> None:
+    assert ours.request_ids == theirs.request_ids
+    for item in dataclasses.fields(StepOutput):
+        a, b = getattr(ours, item.name), getattr(theirs, item.name)
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            assert_bitwise_equal(a, b, f"{where}, {item.name}")
+
+
+def compare_state(ours: DFlashWorker, theirs: DFlashWorker, where: str) -> None:
+    """The whole pool, the page tables, every slot and the host's records."""
+    assert_bitwise_equal(ours.pool.storage, theirs.pool.storage, f"{where}, pool")
+    assert_bitwise_equal(ours.pool.page_table, theirs.pool.page_table, f"{where}, page table")
+    assert_bitwise_equal(ours.pool.num_pages, theirs.pool.num_pages, f"{where}, page counts")
+    for name, tensor in vars(ours._slots).items():
+        if isinstance(tensor, torch.Tensor):
+            assert_bitwise_equal(tensor, vars(theirs._slots)[name], f"{where}, {name}")
+    assert ours._requests == theirs._requests, where
+
+
+def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu", **changes) -> MLADSparkForCausalLM:
+    from dspark_model.testing import random_model, tiny_config
+
+    config: DrafterConfig = tiny_config(**changes)
+    return random_model(config, 5, dtype, device)
