@@ -72,13 +72,22 @@ _BUILT = {
 
 
 @dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a fast path is not taken.  avoidable: it would run, but no faster, so that `auto` leaves it and `require` takes
+    it."""
+
+    reason: str
+    avoidable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What `resolve_runtime` decides by.  obstacles: per `Switch` field that this version has built, why it cannot be taken
-    with this model and pool, or None."""
+    """What `resolve_runtime` decides by.  obstacles: for each `Switch` field that this version has built, what stands in its
+    way with this model and pool, or None."""
 
     model_dtype: torch.dtype
     pool_dtype: torch.dtype
-    obstacles: Mapping[str, str | None]
+    obstacles: Mapping[str, Obstacle | None]
 
 
 def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> ResolvedRuntime:
@@ -92,9 +101,10 @@ def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> Resol
 
 
 def _resolve(name: str, value: str, surroundings: Surroundings) -> Choice:
-    obstacles = {**_NO_SWITCH, **surroundings.obstacles}
-    if name in obstacles:
-        return _resolve_switch(name, value, obstacles[name])
+    if name in surroundings.obstacles:
+        return _resolve_switch(name, value, surroundings.obstacles[name])
+    if name in _NO_SWITCH:
+        return _resolve_switch(name, value, Obstacle(_NO_SWITCH[name]))
     if name in _BUILT:
         return _resolve_backend(name, value)
     if name == "kv_dtype":
@@ -102,14 +112,16 @@ def _resolve(name: str, value: str, surroundings: Surroundings) -> Choice:
     return Choice(name, value, value, "asked for")
 
 
-def _resolve_switch(name: str, value: Switch, obstacle: str | None) -> Choice:
+def _resolve_switch(name: str, value: Switch, obstacle: Obstacle | None) -> Choice:
     if value is Switch.OFF:
         return Choice(name, value, "off", "asked for")
-    if obstacle is None:
-        return Choice(name, value, "on", "asked for" if value is Switch.REQUIRE else "its preconditions hold")
+    if value is Switch.REQUIRE and obstacle is not None and not obstacle.avoidable:
+        raise ConfigError(f"runtime.{name}=require cannot be met: {obstacle.reason}; use auto or off")
     if value is Switch.REQUIRE:
-        raise ConfigError(f"runtime.{name}=require cannot be met: {obstacle}; use auto or off")
-    return Choice(name, value, "off", obstacle)
+        return Choice(name, value, "on", "asked for" if obstacle is None else f"asked for, although {obstacle.reason}")
+    if obstacle is None:
+        return Choice(name, value, "on", "its preconditions hold")
+    return Choice(name, value, "off", obstacle.reason)
 
 
 def _resolve_backend(name: str, value: str) -> Choice:
