@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dspark_model.chat import chat_ids
 from dspark_model.config import DrafterConfig
 from dspark_model.config_keys import ConfigError
@@ -16,7 +14,6 @@ from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.packing import pack_linears
 from dspark_model.presets import Preset, load_config
 from dspark_model.runtime import pool_dtype_for
-from dspark_model.shipped import SMOLLM2, shipped_folder
 from dspark_model.target import Target
 from dspark_model.worker import DFlashWorker
 
@@ -25,7 +22,6 @@ DEMO_PROMPTS = (
     "A baker makes 24 muffins and sells them in boxes of 6 for $9 a box. How much money does he make? Reason step by step.",
     "Give me three tips for learning to play the guitar.",
 )
-RANDOM_DRAFTER = Path("out/random_drafter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +46,8 @@ class DemoResult:
 
 
 def load_demo(config: Path, overrides: Sequence[str] = (), *, drafter: Path | None = None, gguf: Path | None = None) -> Demo:
-    """Load SmolLM2 as the target and a drafter for it: `drafter`, else the preset's `checkpoint.path`.  Where that is the
-    shipped drafter's place and this version ships none, a random one is made on disk.  The linear layers of both are packed
-    (`pack_linears`), which plain decoding gains from too.
+    """Load SmolLM2 as the target and a drafter for it: `drafter`, else the preset's `checkpoint.path`.  The linear
+    layers of both are packed (`pack_linears`), which plain decoding gains from too.
 
     Raises:
         ConfigError: the preset has no `checkpoint.path`.
@@ -63,7 +58,7 @@ def load_demo(config: Path, overrides: Sequence[str] = (), *, drafter: Path | No
 
     preset = load_config(config, overrides)
     model, tokenizer = load_smollm2(gguf=gguf)
-    folder = drafter or _preset_drafter(preset, model)
+    folder = drafter or _preset_drafter(preset)
     taps = DrafterConfig.from_file(folder / "config.json").target_layer_ids
     room = preset.pool.max_positions + preset.pool.num_drafts + 1
     target = TransformersTarget(model, taps, max_requests=preset.pool.max_requests, max_positions=room)
@@ -77,54 +72,10 @@ def load_demo(config: Path, overrides: Sequence[str] = (), *, drafter: Path | No
     return Demo(target, tokenizer, DFlashWorker(drafting, pool, preset.runtime), folder)
 
 
-def _preset_drafter(preset: Preset, model: torch.nn.Module) -> Path:
+def _preset_drafter(preset: Preset) -> Path:
     if preset.checkpoint is None or preset.checkpoint.path is None:
         raise ConfigError("the demo needs a preset with checkpoint.path, or --drafter; download a repo's drafter first")
-    folder = Path(preset.checkpoint.path)
-    if folder == shipped_folder(SMOLLM2) and not (folder / "config.json").is_file():
-        print(f"no trained drafter is here: making a seeded random one in {RANDOM_DRAFTER}, which will accept next to nothing")
-        write_random_drafter(model, RANDOM_DRAFTER)
-        return RANDOM_DRAFTER
-    return folder
-
-
-def write_random_drafter(model: torch.nn.Module, folder: Path, *, seed: int = 0) -> None:
-    """Save a seeded random drafter for a `transformers` Llama-shaped target, in the format of a trained one."""
-    target = model.config
-    depth = target.num_hidden_layers
-    config = DrafterConfig.from_dict(
-        {
-            "model_type": "mla_dspark",
-            "hidden_size": target.hidden_size,
-            "intermediate_size": 2 * target.hidden_size,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "q_lora_rank": 128,
-            "kv_lora_rank": 128,
-            "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
-            "v_head_dim": 32,
-            "vocab_size": target.vocab_size,
-            "max_position_embeddings": target.max_position_embeddings,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "target_layer_ids": sorted({depth // 4, depth // 2, depth - 2}),
-            "target_num_hidden_layers": depth,
-            "mask_token_id": 0,
-            "markov_rank": 16,
-            "enable_confidence_head": True,
-            "block_size": 7,
-            "dtype": "float32",
-        }
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        drafter = MLADSparkForCausalLM(
-            config,
-            lm_head=model.get_output_embeddings().weight,
-            target_embed_tokens=model.get_input_embeddings().weight,
-        )
-    drafter.save_pretrained(folder)
+    return Path(preset.checkpoint.path)
 
 
 def run_demo(demo: Demo, prompts: Sequence[str], *, max_new_tokens: int) -> list[DemoResult]:

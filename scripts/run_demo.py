@@ -2,8 +2,7 @@
 """Generate text with SmolLM2-135M-Instruct, with and without a DSpark drafter, and compare.
 
 Prints the text, whether both token sequences are equal, tokens committed per target pass, acceptance by block position and
-time.  Without --drafter it uses the trained drafter that the package ships; where there is none, a seeded random one is made
-on disk, which accepts next to nothing and shows the mechanics only.
+time.  Without --drafter it uses the trained drafter that the package ships.
 """
 
 import argparse

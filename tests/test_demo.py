@@ -5,9 +5,8 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
-from dspark_model import ConfigError, DrafterConfig, demo, load_config, shipped
+from dspark_model import ConfigError, demo, load_config, shipped
 from dspark_model.demo import load_demo, print_report, run_demo
 from dspark_model.generation import compare_greedy
 
@@ -24,20 +23,14 @@ def script_main(monkeypatch, *arguments) -> int:
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory) -> demo.Demo:
-    """The real target with a random drafter; loaded once, since reading the GGUF file takes half a minute."""
-    folder = tmp_path_factory.mktemp("smollm2") / "random_drafter"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "RANDOM_DRAFTER", folder)
-        patch.setattr(demo, "shipped_folder", lambda _name: folder.parent / "none_shipped")
-        loaded = load_demo(CONFIG, [f'checkpoint.path="{folder.parent / "none_shipped"}"'])
-    assert loaded.drafter == folder
-    assert DrafterConfig.from_file(folder / "config.json").hidden_size == 576
-    return loaded
+def smollm2() -> demo.Demo:
+    """The real target with the shipped drafter; loaded once, since reading the GGUF file takes half a minute."""
+    return load_demo(CONFIG)
 
 
 @pytest.mark.smollm2
-def test_smollm2_with_a_drafter_equals_plain_greedy(smollm2, capsys):
+def test_smollm2_with_the_shipped_drafter_equals_plain_greedy(smollm2, capsys):
+    assert smollm2.drafter == shipped.shipped_folder(shipped.SMOLLM2)
     results = run_demo(smollm2, ["What is the capital of France?", "Count to five."], max_new_tokens=10)
     assert print_report(results) == 0
     printed = capsys.readouterr().out
@@ -67,31 +60,15 @@ def test_a_missing_shipped_drafter_is_named():
         shipped.shipped_drafter("other")
 
 
-def test_the_random_drafter_is_the_same_each_time(tmp_path):
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2, num_key_value_heads=1
-    )
-    model = transformers.LlamaForCausalLM(config)
-    state = torch.random.get_rng_state()
-    demo.write_random_drafter(model, tmp_path / "a")
-    assert torch.equal(torch.random.get_rng_state(), state)
-    torch.manual_seed(5)
-    demo.write_random_drafter(model, tmp_path / "b")
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
-    assert first == second
-
-
 def test_a_preset_without_a_local_drafter_is_refused():
     kimi = load_config(ROOT / "configs" / "kimi_k3_dspark.toml")
     with pytest.raises(ConfigError, match="needs a preset with checkpoint.path"):
-        demo._preset_drafter(kimi, torch.nn.Module())
+        demo._preset_drafter(kimi)
 
 
 def test_a_drafter_named_by_the_preset_is_used_even_if_it_is_not_there(tmp_path):
     preset = load_config(CONFIG, [f'checkpoint.path="{tmp_path}"'])
-    assert demo._preset_drafter(preset, torch.nn.Module()) == tmp_path
+    assert demo._preset_drafter(preset) == tmp_path
 
 
 def test_the_preset_points_at_the_shipped_drafter_from_any_folder(tmp_path, monkeypatch):
