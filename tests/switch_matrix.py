@@ -6,6 +6,7 @@ seed, and its tokens agree with a scripted number of the plain worker's drafts.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from dspark_model.step_io import StepOutput
 from dspark_model.testing import assert_bitwise_equal
 
 PAGE = 8
+EXACT_SWITCHES = ("fused_prologue", "overlap_context_projection", "cuda_graph")
 DUMMY = None
 
 
@@ -40,28 +42,28 @@ class Step:
     accepts: tuple[tuple[Hashable, int], ...] = ()
 
 
-def steady(batch: int) -> list:
+def steady(batch: int, page: int) -> list:
     keys = list(range(batch))
     steps = [Admit(key) for key in keys]
-    steps.append(Step(prefill={key: (0, 5 + 3 * key, True) for key in keys}))
+    steps.append(Step(prefill={key: (0, page - 3 + 3 * key, True) for key in keys}))
     return steps + [Step(accepts=tuple((key, (3 * key + turn) % 9) for key in keys)) for turn in range(6)]
 
 
-def mixed(batch: int) -> list:
+def mixed(batch: int, page: int) -> list:
     keys = list(range(batch))
     steps = [Admit(key) for key in [*keys, "long", "short"]]
-    steps.append(Step(prefill={key: (0, 4 + key, True) for key in keys}))
+    steps.append(Step(prefill={key: (0, page - 4 + key, True) for key in keys}))
     accepts = tuple((key, (key + 2) % 8) for key in keys)
-    steps.append(Step(prefill={"long": (0, 9, False)}, accepts=accepts))
-    steps.append(Step(prefill={"long": (9, 10, False), "short": (0, 3, True)}, accepts=accepts))
-    steps.append(Step(prefill={"long": (10, 21, True)}, accepts=(*accepts, ("short", 7))))
+    steps.append(Step(prefill={"long": (0, page + 1, False)}, accepts=accepts))
+    steps.append(Step(prefill={"long": (page + 1, page + 2, False), "short": (0, 3, True)}, accepts=accepts))
+    steps.append(Step(prefill={"long": (page + 2, 2 * page + 5, True)}, accepts=(*accepts, ("short", 7))))
     return [*steps, Step(accepts=(("long", 7), ("short", 0), *accepts))]
 
 
-def turnover(batch: int) -> list:
+def turnover(batch: int, page: int) -> list:
     keys = list(range(batch))
     steps = [Admit(key) for key in keys]
-    steps.append(Step(prefill={key: (0, 7 + key, True) for key in keys}))
+    steps.append(Step(prefill={key: (0, page - 1 + key, True) for key in keys}))
     for turn in range(3):
         steps.append(Step(accepts=tuple((key, (turn + key) % 8) for key in keys)))
         steps += [Release(keys[turn % batch]), Admit(keys[turn % batch])]
@@ -69,20 +71,20 @@ def turnover(batch: int) -> list:
     return [*steps, Step(accepts=tuple((key, 7) for key in reversed(keys)))]
 
 
-def ceiling(batch: int) -> list:
+def ceiling(batch: int, page: int) -> list:
     """Requests run into their limits, at and behind a page's edge."""
     keys = list(range(batch))
-    limits = [PAGE * 2 + 1 + key % 3 for key in keys]
+    limits = [2 * page + 1 + key % 3 for key in keys]
     steps = [Admit(key, limit) for key, limit in zip(keys, limits, strict=True)]
-    steps.append(Step(prefill={key: (0, PAGE - 1 + key % 2, True) for key in keys}))
+    steps.append(Step(prefill={key: (0, 2 * page - 9 + key % 2, True) for key in keys}))
     steps.append(Step(accepts=tuple((key, 7) for key in keys)))
     return [*steps, Step(accepts=tuple((key, key % 2) for key in keys))]
 
 
-def padded(batch: int) -> list:
+def padded(batch: int, page: int) -> list:
     keys = list(range(batch))
     steps = [Admit(key) for key in keys]
-    steps.append(Step(prefill={key: (0, 6, True) for key in keys}))
+    steps.append(Step(prefill={key: (0, page - 2, True) for key in keys}))
     rows = [(key, (key + 5) % 8) for key in keys]
     return [*steps, Step(accepts=(*rows, (DUMMY, 0))), Step(accepts=((DUMMY, 0), *rows, (DUMMY, 0))), Step(accepts=tuple(rows))]
 
@@ -91,14 +93,32 @@ SCENARIOS = {"steady": steady, "mixed": mixed, "turnover": turnover, "ceiling": 
 
 
 def make_worker(
-    model: MLADSparkForCausalLM, runtime: RuntimeConfig, layout: Layout, *, num_pages: int = 160, max_requests: int = 12
+    model: MLADSparkForCausalLM,
+    runtime: RuntimeConfig,
+    layout: Layout,
+    *,
+    page_size: int = PAGE,
+    num_pages: int = 160,
+    max_requests: int = 12,
 ) -> DFlashWorker:
-    """A worker on a pool that is filled with a pattern, so that every byte can be compared."""
-    config = PoolConfig(page_size=PAGE, num_pages=num_pages, max_requests=max_requests, max_positions=100, layout=layout)
+    """A worker on a pool that is filled with a pattern, so that every byte can be compared; it captures every batch size, since
+    a padded batch has another row count, and equality to the bit is for equal ones."""
+    sizes = {"num_pages": num_pages, "max_requests": max_requests, "max_positions": 12 * page_size}
+    config = PoolConfig(page_size=page_size, layout=layout, **sizes)
     pool = LatentKVPool(config, model.config, dtype=model.dtype, device=model.device)
     pattern = torch.arange(pool.storage.numel(), device=model.device) % 251
     pool.storage.copy_(pattern.reshape(pool.storage.shape).to(pool.dtype) - 120)
-    return DFlashWorker(model, pool, runtime)
+    return DFlashWorker(model, pool, runtime, graph_batch_sizes=range(1, max_requests + 1))
+
+
+def switch_sets() -> list[tuple[str, ...]]:
+    """Every set of exact switches but the empty one."""
+    return [s for n in range(1, len(EXACT_SWITCHES) + 1) for s in itertools.combinations(EXACT_SWITCHES, n)]
+
+
+def with_switches(names: tuple[str, ...]) -> RuntimeConfig:
+    """The plain runtime with some switches required."""
+    return dataclasses.replace(RuntimeConfig.plain(), **dict.fromkeys(names, "require"))
 
 
 class Duel:
@@ -111,6 +131,7 @@ class Duel:
         self.steps = 0
 
     def run(self, script: list) -> None:
+        """Follow a script of operations."""
         for operation in script:
             if isinstance(operation, Admit):
                 for worker in (self.plain, self.fast):
@@ -124,6 +145,7 @@ class Duel:
     def _step(self, step: Step) -> None:
         step_input = self._input(step)
         ours, theirs = self.fast.step(step_input), self.plain.step(step_input)
+        self.fast.synchronize()
         self.steps += 1
         compare_outputs(ours, theirs, f"step {self.steps}")
         compare_state(self.fast, self.plain, f"step {self.steps}")

@@ -1,59 +1,149 @@
-"""`fused_prologue`: the kernels' worker equals the plain one to the bit, over the switch matrix; when it is not taken."""
+"""The exact switches: a worker with any set of them equals the plain one to the bit, over the five scenarios."""
 
 import dataclasses
 import itertools
 
 import pytest
 import torch
-from switch_matrix import SCENARIOS, Duel, make_worker, small_model
+from switch_matrix import EXACT_SWITCHES, PAGE, SCENARIOS, Duel, make_worker, small_model, switch_sets, with_switches
 
-from dspark_model import ConfigError, RuntimeConfig
+from dspark_model import ConfigError, DFlashWorker, LatentKVPool, RuntimeConfig
 from dspark_model.serving_config import Layout
+from dspark_model.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# In the interpreter a step takes about a second, so a CPU sees two of the six.
-GRID = list(itertools.product((1, 4, 9), Layout)) if DEVICE == "cuda" else [(1, Layout.PAGE_MAJOR), (4, Layout.LAYER_MAJOR)]
-FUSED = dataclasses.replace(RuntimeConfig.plain(), fused_prologue="require")
+ALL = tuple(EXACT_SWITCHES)
+PLAIN = RuntimeConfig.plain()
 
 
-@pytest.mark.parametrize(("batch", "layout"), GRID)
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_matrix(scenario, batch, layout):
+def grid() -> list[tuple]:
+    """On a GPU everything; in Triton's interpreter, where a fused step takes about a second, every switch set with one scenario
+    and every scenario with all switches."""
+    if DEVICE == "cuda":
+        return list(itertools.product(SCENARIOS, switch_sets(), (1, 4, 9), Layout))
+    sets = [("steady", names, 2, Layout.LAYER_MAJOR) for names in switch_sets()]
+    return sets + [(name, ALL, 4, Layout.PAGE_MAJOR) for name in SCENARIOS]
+
+
+@pytest.mark.parametrize(("scenario", "switches", "batch", "layout"), grid(),
+                         ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value))  # fmt: skip
+def test_matrix(scenario, switches, batch, layout):
     model = small_model(device=DEVICE)
-    plain, fast = (make_worker(model, runtime, layout) for runtime in (RuntimeConfig.plain(), FUSED))
+    plain, fast = make_worker(model, PLAIN, layout), make_worker(model, with_switches(switches), layout)
     duel = Duel(plain, fast)
-    duel.run(SCENARIOS[scenario](batch))
+    duel.run(SCENARIOS[scenario](batch, PAGE))
     assert duel.steps >= 3
-    assert fast.resolved.takes("fused_prologue") and not plain.resolved.takes("fused_prologue")
+    assert {name for name in EXACT_SWITCHES if fast.resolved.takes(name)} == set(switches)
+    assert not any(plain.resolved.takes(name) for name in EXACT_SWITCHES)
+    assert (fast.num_replays > 0) == ("cuda_graph" in switches)
 
 
-@pytest.mark.parametrize("changes", [{"sample_from_anchor": False}, {"markov_rank": 0, "confidence_head_with_markov": False}],
-                         ids=["plain_rule", "no_markov"])  # fmt: skip
+@pytest.mark.parametrize("changes", [{"sample_from_anchor": False}, {"markov_rank": 0, "confidence_head_with_markov": False},
+                                     {"enable_confidence_head": False, "confidence_head_with_markov": False}],
+                         ids=["plain_rule", "no_markov", "no_confidence"])  # fmt: skip
 def test_other_drafters(changes):
     model = small_model(device=DEVICE, **changes)
-    duel = Duel(*(make_worker(model, runtime, Layout.PAGE_MAJOR) for runtime in (RuntimeConfig.plain(), FUSED)))
-    duel.run(SCENARIOS["mixed"](4))
+    duel = Duel(make_worker(model, PLAIN, Layout.PAGE_MAJOR), make_worker(model, with_switches(ALL), Layout.PAGE_MAJOR))
+    duel.run(SCENARIOS["mixed"](2, PAGE))
 
 
-def test_choice_is_read_when_the_step_runs():
+def started(switches: tuple[str, ...], batch: int = 2) -> tuple[Duel, list]:
+    """A duel after its prefill, and the steps that are left of it."""
     model = small_model(device=DEVICE)
-    plain, other = (make_worker(model, RuntimeConfig.plain(), Layout.LAYER_MAJOR) for _ in range(2))
-    duel = Duel(plain, other)
-    script = SCENARIOS["steady"](2)
-    duel.run(script[:3])
-    step_input = duel._input(script[3])
-    once = other.step(step_input, runtime=FUSED)
-    assert once.runtime.takes("fused_prologue")
-    assert not other.resolved.takes("fused_prologue")
-    assert torch.equal(once.draft_tokens, plain.step(step_input).draft_tokens)
+    duel = Duel(*(make_worker(model, runtime, Layout.LAYER_MAJOR) for runtime in (PLAIN, with_switches(switches))))
+    script = SCENARIOS["steady"](batch, PAGE)
+    duel.run(script[: batch + 1])
+    return duel, script[batch + 1 :]
 
 
-def test_another_pool_dtype_falls_back_with_a_reason():
+def test_a12_choice_is_read_when_the_step_runs():
+    duel, steps = started(())
+    step_input = duel._input(steps[0])
+    once = duel.fast.step(step_input, runtime=with_switches(("fused_prologue",)))
+    assert once.runtime.takes("fused_prologue") and not duel.fast.resolved.takes("fused_prologue")
+    assert_bitwise_equal(once.draft_tokens, duel.plain.step(step_input).draft_tokens)
+
+
+def test_a12_a_captured_step_keeps_what_it_was_captured_with():
+    duel, steps = started(("cuda_graph",))
+    duel.run(steps[:2])
+    fused = with_switches(("cuda_graph", "fused_prologue"))
+    step_input = duel._input(steps[2])
+    output = duel.fast.step(step_input, runtime=fused)
+    theirs = duel.plain.step(step_input)
+    assert_bitwise_equal(output.draft_tokens, theirs.draft_tokens)
+    assert output.runtime.takes("fused_prologue")
+    assert duel.fast._graphs.num_graphs == 2
+    assert sorted(duel.fast._graphs.replays.values()) == [1, 2]
+
+
+def test_b3_without_the_fused_store_the_plain_code_projects_again(monkeypatch):
+    calls = []
+    duel, steps = started(("overlap_context_projection",))
+    project = duel.fast.model.project_context
+    monkeypatch.setattr(duel.fast.model, "project_context", lambda hidden: calls.append(1) or project(hidden))
+    step_input = duel._input(steps[0])
+    duel.fast.step(step_input)
+    assert len(calls) == 2
+    calls.clear()
+    duel.fast.step(duel._input(steps[0]), runtime=with_switches(("overlap_context_projection", "fused_prologue")))
+    assert len(calls) == 1
+
+
+def test_steps_in_flight_are_bounded_until_they_are_taken_over():
+    duel, steps = started(("cuda_graph",))
+    step_input = duel._input(steps[0])
+    duel.fast.step(step_input)
+    duel.plain.step(step_input)
+    request = duel.fast._requests[0]
+    assert request.in_flight == 1
+    assert request.length_bound(8) == request.length + 8
+    assert duel.fast.context_length(0) == duel.plain.context_length(0)
+    assert request.in_flight == 0 and len(duel.fast._in_flight) == 0
+
+
+def test_a_captured_step_says_why_another_step_was_not():
+    duel, steps = started(("cuda_graph",))
+    traced = duel.fast.step(duel._input(steps[0]), trace=True)
+    choice = traced.runtime["cuda_graph"]
+    assert (choice.in_force, choice.reason) == ("off", "a trace was asked for")
+    assert duel.fast.num_replays == 0
+    assert "0 captured" in duel.fast.describe()["graphs"]
+
+
+def test_outputs_of_a_captured_step_are_overwritten_by_the_next():
+    duel, steps = started(("cuda_graph",))
+    first = duel.fast.step(duel._input(steps[0]))
+    duel.fast.synchronize()
+    kept = first.next_tokens.clone()
+    duel.drafts = {0: kept[0, 1:].tolist(), 1: kept[1, 1:].tolist()}
+    second = duel.fast.step(duel._input(steps[3]))
+    assert second.next_tokens.data_ptr() == first.next_tokens.data_ptr()
+    assert not torch.equal(kept, first.next_tokens)
+
+
+def test_a_padded_batch_drafts_what_the_same_rows_draft_with_explicit_dummies():
+    model = small_model(device=DEVICE)
+    workers = [make_worker(model, runtime, Layout.LAYER_MAJOR) for runtime in (PLAIN, with_switches(("cuda_graph",)))]
+    duel = Duel(*workers)
+    duel.fast._graphs.batch_sizes = (4,)
+    script = SCENARIOS["padded"](3, PAGE)
+    duel.run(script[:-1])
+    assert duel.fast.num_replays == 1
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (2, True), (1.5,)])
+def test_graph_batch_sizes_are_checked(sizes):
+    model = small_model()
+    pool = make_worker(model, PLAIN, Layout.LAYER_MAJOR).pool
+    with pytest.raises(ValueError, match="wanted one or more whole numbers of at least 1"):
+        DFlashWorker(model, pool, PLAIN, graph_batch_sizes=sizes)
+
+
+def test_a10_another_pool_dtype_falls_back_with_a_reason():
     model = small_model(torch.float32, DEVICE)
-    auto = dataclasses.replace(RuntimeConfig.plain(), fused_prologue="auto", kv_dtype="bfloat16")
-    config = make_worker(model, RuntimeConfig.plain(), Layout.LAYER_MAJOR).pool.config
-    from dspark_model import DFlashWorker, LatentKVPool
-
+    auto = dataclasses.replace(PLAIN, fused_prologue="auto", kv_dtype="bfloat16")
+    config = make_worker(model, PLAIN, Layout.LAYER_MAJOR).pool.config
     pool = LatentKVPool(config, model.config, dtype=torch.bfloat16, device=DEVICE)
     choice = DFlashWorker(model, pool, auto).resolved["fused_prologue"]
     assert choice.fell_back

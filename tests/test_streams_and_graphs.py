@@ -1,0 +1,167 @@
+"""On a GPU: the switch matrix at Kimi K3's shape of one rank, streams with and without fork and join, and steady replays."""
+
+import dataclasses
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from switch_matrix import EXACT_SWITCHES, SCENARIOS, Duel, make_worker, small_model, switch_sets, with_switches
+
+from dspark_model import ContextChunk, GenerationRows, RuntimeConfig, StepInput
+from dspark_model.bench.k3_rank import PAGE_SIZE, k3_rank_config, random_drafter
+from dspark_model.serving_config import Layout
+from dspark_model.streams import SideStream
+from dspark_model.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.gpu
+ALL = tuple(EXACT_SWITCHES)
+PLAIN = RuntimeConfig.plain()
+CYCLES = 2_000_000  # about a millisecond
+
+
+@pytest.fixture(scope="module")
+def k3_model():
+    return random_drafter(k3_rank_config())
+
+
+def k3_grid() -> list[tuple]:
+    """Every set of switches in every scenario with 4 requests; all switches with 1, 4 and 9 in both layouts."""
+    sets = [(name, names, 4, Layout.LAYER_MAJOR) for name, names in itertools.product(SCENARIOS, switch_sets())]
+    return sets + [(name, ALL, batch, layout) for name, batch, layout in itertools.product(SCENARIOS, (1, 4, 9), Layout)]
+
+
+@pytest.mark.parametrize(("scenario", "switches", "batch", "layout"), k3_grid(),
+                         ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value))  # fmt: skip
+def test_k3_matrix(k3_model, scenario, switches, batch, layout):
+    workers = [make_worker(k3_model, runtime, layout, page_size=PAGE_SIZE) for runtime in (PLAIN, with_switches(switches))]
+    duel = Duel(*workers)
+    duel.run(SCENARIOS[scenario](batch, PAGE_SIZE))
+    assert {name for name in EXACT_SWITCHES if duel.fast.resolved.takes(name)} == set(switches)
+    assert (duel.fast.num_replays > 0) == ("cuda_graph" in switches)
+
+
+class LateSide(SideStream):
+    """The side stream starts its work late."""
+
+    @contextmanager
+    def fork(self):
+        with super().fork():
+            torch.cuda._sleep(CYCLES)
+            yield
+
+
+class LateMain(SideStream):
+    """The main stream is busy when it forks, and again behind the fork."""
+
+    @contextmanager
+    def fork(self):
+        torch.cuda._sleep(CYCLES)
+        with super().fork():
+            yield
+        torch.cuda._sleep(CYCLES)
+
+
+class NoFork(SideStream):
+    """The side stream does not wait for the main one, which is late."""
+
+    @contextmanager
+    def fork(self):
+        torch.cuda._sleep(CYCLES)
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class NoJoin(LateSide):
+    """The main stream does not wait for the side one, which is late."""
+
+    def join(self):
+        pass
+
+
+def overlapping_duel(side: type[SideStream]) -> Duel:
+    model = small_model(device="cuda")
+    switches = ("fused_prologue", "overlap_context_projection")
+    duel = Duel(*(make_worker(model, runtime, Layout.LAYER_MAJOR) for runtime in (PLAIN, with_switches(switches))))
+    duel.fast._side = side(model.device)
+    return duel
+
+
+@pytest.mark.parametrize("side", [LateSide, LateMain])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_delaying_a_stream_changes_nothing(side, scenario):
+    overlapping_duel(side).run(SCENARIOS[scenario](4, 8))
+
+
+def run_with_late_inputs(side: type[SideStream]) -> Duel:
+    """A step whose hidden rows are written late on the main stream, into memory that holds zeros.  It goes past the checks of
+    `step`, which wait for the device, and past a capture, which refuses a stream that was not forked or joined."""
+    duel = overlapping_duel(side)
+    script = SCENARIOS["steady"](4, 8)
+    duel.run(script[:5])
+    step_input = duel._input(script[5])
+    duel.plain.step(step_input)
+    rows, worker = step_input.generation, duel.fast
+    late = torch.zeros_like(rows.target_hidden)
+    late_input = StepInput(generation=dataclasses.replace(rows, target_hidden=late))
+    plan = worker._checker.plan(late_input, worker._requests, read_values=False)
+    worker.pool.begin_step(plan.rows_needed, None)
+    slots = torch.tensor([request.slot for request in plan.requests], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    late.copy_(rows.target_hidden)
+    worker._run(plan, slots, worker.resolved)
+    torch.cuda.synchronize()
+    return duel
+
+
+@pytest.mark.parametrize("side", [SideStream, LateSide, LateMain])
+def test_late_inputs_are_waited_for(side):
+    duel = run_with_late_inputs(side)
+    assert_bitwise_equal(duel.fast.pool.storage, duel.plain.pool.storage)
+
+
+@pytest.mark.parametrize("side", [NoFork, NoJoin])
+def test_a_missing_fork_or_join_is_caught(side):
+    duel = run_with_late_inputs(side)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_bitwise_equal(duel.fast.pool.storage, duel.plain.pool.storage)
+
+
+@pytest.mark.parametrize("switches", [("cuda_graph",), ALL], ids=["graph", "all"])
+def test_steady_replays_neither_allocate_nor_wait(switches):
+    """1,000 replays over changing requests, lengths and pages; a request that is full is released and admitted again."""
+    model = small_model(device="cuda")
+    worker = make_worker(model, with_switches(switches), Layout.LAYER_MAJOR, num_pages=400, max_requests=8)
+    batch, width = 4, worker.num_drafts + 1
+    hidden = torch.randn(batch, width, model.config.context_width, device="cuda")
+    tokens = torch.randint(0, model.config.vocab_size, (batch, width), device="cuda")
+    keys = list(range(batch))
+
+    def prefill(key):
+        worker.admit(key)
+        rows = torch.randn(5, model.config.context_width, device="cuda")
+        worker.step(StepInput(context=[ContextChunk(request_id=key, target_hidden=rows, start_position=0, anchor=3)]))
+
+    for key in keys:
+        prefill(key)
+    for _ in range(3):
+        worker.step(StepInput(generation=GenerationRows(request_ids=keys, target_hidden=hidden, target_tokens=tokens)))
+    steps, count = 0, torch.cuda.memory_stats()["allocation.all.allocated"]
+    while steps < 1000:
+        room = min(worker.pool.config.max_positions - worker._requests[key].length_bound(width) for key in keys)
+        if room <= width:
+            worker.synchronize()
+            worker.release(keys[0])
+            keys = [*keys[1:], keys[0] + 100 + steps]
+            prefill(keys[-1])
+            count = torch.cuda.memory_stats()["allocation.all.allocated"]
+            continue
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            worker.step(StepInput(generation=GenerationRows(request_ids=keys, target_hidden=hidden, target_tokens=tokens)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        steps += 1
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == count, "a steady step allocated device memory"
+    assert worker.num_replays >= 1000
