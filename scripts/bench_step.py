@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Time the worker's decode step on a GPU at the shapes of one Kimi K3 rank (TP8), under graph replay.
+
+usage: bench_step.py [--out FOLDER] [--batches 1 4] [--contexts 2048 32768 131072]
+Variants take turns within a round; medians over rounds.  Variants that differ in a bit are not timed:
+the script stops with status 1.
+Writes bench_step.json and bench_step.png.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from dspark_model.bench.k3_rank import k3_rank_config, random_drafter
+from dspark_model.bench.step_cases import Row, bookkeeping_rows, overlap_rows, overlap_summary, step_rows
+from dspark_model.bench.timing import machine
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/bench_step"), metavar="FOLDER")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 32768, 131072])
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: torch sees no CUDA device; this measures one", file=sys.stderr)
+        return 2
+    try:
+        rows = measure(options.batches, options.contexts)
+    except AssertionError as error:
+        print(f"error: not equal to the bit, so nothing is timed: {error}", file=sys.stderr)
+        return 1
+    write(rows, options.out)
+    return 0
+
+
+@torch.inference_mode()
+def measure(batches: list[int], contexts: list[int]) -> list[Row]:
+    """All cases, printed as they come."""
+    model = random_drafter(k3_rank_config())
+    rows: list[Row] = []
+    for batch in batches:
+        for new in (bookkeeping_rows(model, batch, contexts[0]), overlap_rows(model, batch)):
+            rows += show(new)
+        for context in contexts:
+            rows += show(step_rows(model, batch, context))
+            torch.cuda.empty_cache()
+    return rows
+
+
+def show(rows: list[Row]) -> list[Row]:
+    for row in rows:
+        floor = row.to_dict()["floor_us"]
+        end = "" if floor is None else f"  floor {floor:.0f} us"
+        timing = row.timing
+        print(
+            f"{row.case:22} {row.variant:44} B={row.batch} ctx={row.context:6}  {timing.median_us:8.1f} us "
+            f"({timing.min_us:.1f} to {timing.max_us:.1f}){end}",
+            flush=True,
+        )
+    for summary in overlap_summary(rows):
+        print(summary)
+    return rows
+
+
+def write(rows: list[Row], out: Path) -> None:
+    """JSON with the machine and the config, and a picture of the step times."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    out.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(), "config": k3_rank_config().to_dict(), "rows": [row.to_dict() for row in rows]}
+    (out / "bench_step.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4))
+    for axis, case in zip(axes, ("bookkeeping", "step"), strict=True):
+        own = [row for row in rows if row.case == case]
+        labels = [f"{row.variant}\nB={row.batch} {row.context}" for row in own]
+        axis.barh(labels, [row.timing.median_us for row in own])
+        axis.set_title(f"{case}, microseconds")
+        axis.tick_params(labelsize=6)
+    figure.tight_layout()
+    figure.savefig(out / "bench_step.png", dpi=110)
+    print(f"written: {out / 'bench_step.json'}, {out / 'bench_step.png'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
