@@ -17,6 +17,7 @@ from dspark_model.ops.length_advance import LengthAdvance, length_advance
 from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
 from dspark_model.ops.noise_block import noise_block
 from dspark_model.ops.packed_linear import can_pack, pack_weight, packed_linear
+from dspark_model.ops.per_head_product import per_head_product
 from dspark_model.ops.rms_norm import rms_norm
 from dspark_model.ops.rope_rotate import rope_rotate
 from dspark_model.ops.row_addresses import RowAddresses, row_addresses
@@ -50,6 +51,7 @@ __all__ = [
     "noise_block",
     "pack_weight",
     "packed_linear",
+    "per_head_product",
     "rms_norm",
     "rope_rotate",
     "row_addresses",
