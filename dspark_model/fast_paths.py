@@ -37,3 +37,26 @@ def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> 
     except ValueError as error:
         return Obstacle(str(error))
     return triton_obstacle(model.device)
+
+
+def stream_obstacle(device: torch.device) -> Obstacle | None:
+    """Why work cannot overlap on `device`."""
+    if device.type == "cuda":
+        return None
+    return Obstacle(f"the model is on {device}, which has no streams", avoidable=True)
+
+
+def graph_obstacle(device: torch.device) -> Obstacle | None:
+    """Why steps cannot be captured on `device`."""
+    if device.type == "cuda":
+        return None
+    return Obstacle(f"the model is on {device}, which has no graphs: steps are computed again instead", avoidable=True)
+
+
+def obstacles(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, Obstacle | None]:
+    """By switch, for every switch that this version has built."""
+    return {
+        "fused_prologue": fused_prologue_obstacle(model, pool),
+        "overlap_context_projection": stream_obstacle(model.device),
+        "cuda_graph": graph_obstacle(model.device),
+    }

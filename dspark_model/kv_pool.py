@@ -50,9 +50,11 @@ class PagedLatents:
         return -(-rows // self.config.page_size)
 
     def _set_pages(self, slot: int, pages: Sequence[int]) -> None:
-        row = torch.full((self.page_table.shape[1],), -1, dtype=torch.int32)
+        on_cuda = self.device.type == "cuda"
+        row = torch.full((self.page_table.shape[1],), -1, dtype=torch.int32, pin_memory=on_cuda)
         row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self.page_table[slot] = row.to(self.device)
+        # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.
+        self.page_table[slot].copy_(row, non_blocking=True)
         self.num_pages[slot] = len(pages)
 
 

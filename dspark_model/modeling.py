@@ -207,11 +207,6 @@ class MLADSparkForCausalLM(nn.Module):
             target_hidden = torch.cat(normed, dim=-1)
         return self.context_norm(self.context_proj(target_hidden))
 
-    def context_latents(self, context: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Pool rows of context rows for every layer: [M, hidden] and float32 [M, r] to [L, M, D].  There is no
-        input_layernorm on this path."""
-        return torch.stack([layer.self_attn.latents(context, cos_sin) for layer in self.layers])
-
     def embed_block(self, anchors: torch.Tensor, rows: int, *, fused: bool = False) -> torch.Tensor:
         """[anchor, mask, ..., mask] of anchors int64 [B]: [B, rows, hidden]; fused: see `ops.noise_block`."""
         return ops.noise_block(anchors, self.embed_tokens.weight, self.mask_row, rows, fused=fused)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -47,6 +47,14 @@ class ResolvedRuntime:
                 return choice
         raise KeyError(f"no runtime field {name!r}; fields: {', '.join(choice.name for choice in self.choices)}")
 
+    def without(self, name: str, reason: str) -> "ResolvedRuntime":
+        """The same, with the switch `name` off for a reason that lies in the step."""
+        choices = (
+            replace(choice, in_force="off", reason=reason) if choice.name == name and choice.in_force == "on" else choice
+            for choice in self.choices
+        )
+        return ResolvedRuntime(tuple(choices))
+
     def takes(self, name: str) -> bool:
         """Whether the switch `name` is on."""
         return self[name].in_force == "on"
@@ -58,10 +66,8 @@ class ResolvedRuntime:
 
 # Fast paths and backends that this version does not have yet, with the reason that `auto` records and `require` raises.
 _NO_SWITCH = {
-    "overlap_context_projection": "this version runs a step on one stream",
     "split_qkv_streams": "this version runs a step on one stream",
     "direct_pool_write": "this version has no kernel that stores latents into the pool",
-    "cuda_graph": "this version has no graph runner",
 }
 _BUILT = {
     "attention": (Attention.TORCH,),

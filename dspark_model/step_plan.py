@@ -13,7 +13,8 @@ from dspark_model.worker_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A checked step.  requests: the request of each output row, None for dummy rows; drafted: which output rows draft."""
+    """A checked step.  requests: the request of each output row, None for dummy rows; drafted: which output rows draft;
+    max_length: `key_bound` of the rows that any request can have in it."""
 
     context: tuple[ContextChunk, ...]
     generation: GenerationRows | None
@@ -22,6 +23,10 @@ class StepPlan:
     sampling: tuple[SamplingParams, ...]
     rows_needed: Mapping[int, int]
     max_length: int
+
+    @property
+    def is_pure_generation(self) -> bool:
+        return not self.context
 
 
 class StepChecker:
@@ -34,8 +39,10 @@ class StepChecker:
         self._dtype = dtype
         self._device = device
 
-    def plan(self, step_input: StepInput, known: Mapping[Hashable, RequestState]) -> StepPlan:
-        """Raises:
+    def plan(self, step_input: StepInput, known: Mapping[Hashable, RequestState], *, read_values: bool = True) -> StepPlan:
+        """read_values: False leaves out the checks that would wait for the device; token ids are then the caller's word.
+
+        Raises:
         KeyError: a request id is not admitted.
         ValueError: anything else about the input; the message says what, what was wanted and what to do.
         """
@@ -58,7 +65,7 @@ class StepChecker:
         for chunk in step_input.context:
             self._check_chunk(chunk, known[chunk.request_id])
         if rows is not None:
-            self._check_rows(rows, known)
+            self._check_rows(rows, known, read_values)
         return self._build(step_input, ids, known)
 
     def _build(self, step_input: StepInput, ids: list, known: Mapping[Hashable, RequestState]) -> StepPlan:
@@ -76,12 +83,15 @@ class StepChecker:
             if index < len(context):
                 length = context[index].start_position + context[index].target_hidden.shape[0]
             else:
-                length = min(request.length + self._num_drafts + 1, request.max_context)
+                length = min(self._bound(request) + self._num_drafts + 1, request.max_context)
             needed[request.slot] = length + (self._block_rows if index in drafting else 0)
-        longest = max((request.length for request in requests if request is not None), default=0)
+        longest = max((self._bound(request) for request in requests if request is not None), default=0)
         chunk_rows = max((chunk.target_hidden.shape[0] for chunk in context), default=0)
-        max_length = longest + max(chunk_rows, self._num_drafts + 1) + self._block_rows
+        max_length = key_bound(longest + max(chunk_rows, self._num_drafts + 1) + self._block_rows)
         return StepPlan(context, rows, requests, tuple(drafted), tuple(sampling), needed, max_length)
+
+    def _bound(self, request: RequestState) -> int:
+        return request.length_bound(self._num_drafts + 1)
 
     def _check_chunk(self, chunk: ContextChunk, request: RequestState) -> None:
         name = f"context chunk of request {chunk.request_id!r}"
@@ -107,7 +117,7 @@ class StepChecker:
                 f"{name}: anchor {chunk.anchor!r} is outside the vocabulary of {self._config.vocab_size} tokens, wanted an int"
             )
 
-    def _check_rows(self, rows: GenerationRows, known: Mapping[Hashable, RequestState]) -> None:
+    def _check_rows(self, rows: GenerationRows, known: Mapping[Hashable, RequestState], read_values: bool) -> None:
         batch, width = len(rows.request_ids), self._num_drafts + 1
         self._check_tensor("generation rows: target_hidden", rows.target_hidden, (batch, width, self._config.context_width))
         given = [rows.target_tokens is not None, rows.target_logits is not None, rows.committed_tokens is not None]
@@ -119,7 +129,9 @@ class StepChecker:
         live = torch.tensor([request_id is not None for request_id in rows.request_ids], dtype=torch.bool)
         for name, tokens in (("target_tokens", rows.target_tokens), ("committed_tokens", rows.committed_tokens)):
             if tokens is not None:
-                self._check_ids(name, tokens, (batch, width), live, self._used_widths(rows, known))
+                self._check_form(name, tokens, (batch, width))
+                if read_values:
+                    self._check_ids(name, tokens, live, self._used_widths(rows, known))
         if rows.target_logits is not None:
             self._check_logits(rows.target_logits, batch, width)
         for index, request_id in enumerate(rows.request_ids):
@@ -183,13 +195,15 @@ class StepChecker:
                 f"{name} is {tensor.dtype} on {tensor.device}, wanted {self._dtype} on {self._device}; convert it first"
             )
 
-    def _check_ids(self, name: str, ids: torch.Tensor, shape: tuple[int, int], live: torch.Tensor, used: list[int]) -> None:
+    def _check_form(self, name: str, ids: torch.Tensor, shape: tuple[int, int]) -> None:
         if tuple(ids.shape) != shape or ids.dtype is not torch.int64 or ids.device != self._device:
             raise ValueError(
                 f"generation rows: {name} is {ids.dtype} {list(ids.shape)} on {ids.device}, wanted int64 {list(shape)} "
                 f"on {self._device}"
             )
-        columns = torch.arange(shape[1]) < torch.tensor(used, dtype=torch.int64)[:, None]
+
+    def _check_ids(self, name: str, ids: torch.Tensor, live: torch.Tensor, used: list[int]) -> None:
+        columns = torch.arange(ids.shape[1]) < torch.tensor(used, dtype=torch.int64)[:, None]
         outside = ((ids < 0) | (ids >= self._config.vocab_size)).cpu() & columns & live[:, None]
         if outside.any():
             row, column = outside.nonzero()[0].tolist()
@@ -209,3 +223,9 @@ class StepChecker:
 
 def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def key_bound(length: int) -> int:
+    """The next power of two from 256 on: one captured step then serves many lengths, and an eager step sums over as many keys
+    as the captured one, which equality to the bit asks for."""
+    return max(256, 1 << (length - 1).bit_length())

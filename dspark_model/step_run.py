@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model import ops, verify
+from dspark_model.context_latents import ContextLatents
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import BlockContext, BlockDraft, MLADSparkForCausalLM
 from dspark_model.ops import BlockShape, GivenRows, SlotTables, StepRows
@@ -17,32 +18,82 @@ from dspark_model.rope import RopeTable
 from dspark_model.sampling import DrawKind, SamplingParams
 from dspark_model.slots import draft_rows
 from dspark_model.step_plan import StepPlan
+from dspark_model.streams import SideStream
 from dspark_model.verify import NO_TOKEN, Acceptance
 from dspark_model.worker_state import SlotState
 
 
 @dataclass(frozen=True, slots=True)
 class StepPaths:
-    """fused_prologue: bookkeeping and stores by Triton kernels.  draw_drafts: drafts are drawn at the request's
-    temperature."""
+    """fused_prologue: bookkeeping and stores by Triton kernels.  overlap_context_projection: pure generation steps project on
+    the side stream.  draw_drafts: drafts are drawn at the request's temperature."""
 
     fused_prologue: bool
+    overlap_context_projection: bool
     draw_drafts: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """slots: int64 [B], NO_TOKEN for dummy rows; rows: the bookkeeping of the B output rows, R of which drafted; drafted:
-    int64 [R].  context: [M, hidden], all rows that were projected.  draft_probs: float32 [R, K, V] and drawn: bool [B] where
-    drafts were drawn, else None and all False."""
+    """slots: int64 [B], NO_TOKEN for dummy rows; rows: the bookkeeping of the B output rows, R of which drafted.  drafted:
+    int64 [R], None when all did.  context: [M, hidden], all rows that were projected.  draft_probs: float32 [R, K, V] and
+    drawn: bool [B] where drafts were drawn, else None and all False."""
 
     slots: torch.Tensor
     rows: StepRows
-    drafted: torch.Tensor
+    drafted: torch.Tensor | None
     draft: BlockDraft | None
     draft_probs: torch.Tensor | None
     drawn: torch.Tensor
     context: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedRows:
+    """The R drafted rows of a step spread over the B output rows: anchor int64 [B] and tokens int64 [B, K], NO_TOKEN where
+    nothing was drafted and for dummy rows; confidence float32 [B, K], 0 there, or None."""
+
+    anchor: torch.Tensor
+    tokens: torch.Tensor
+    confidence: torch.Tensor | None
+
+    @classmethod
+    def of(cls, result: StepResult, num_drafts: int) -> "DraftedRows":
+        live, draft = result.slots >= 0, result.draft
+        if result.drafted is None and draft is not None:
+            return cls._all(result, live, draft)
+        tokens = torch.full((live.shape[0], num_drafts), NO_TOKEN, dtype=torch.int64, device=live.device)
+        confidence = None
+        if draft is not None:
+            tokens[result.drafted] = draft.draft_tokens
+            if draft.confidence_logits is not None:
+                confidence = torch.zeros(live.shape[0], num_drafts, device=live.device)
+                confidence[result.drafted] = torch.sigmoid(draft.confidence_logits)
+                confidence = torch.where(live[:, None], confidence, 0.0)
+        return cls(
+            anchor=torch.where(live, result.rows.anchors, NO_TOKEN),
+            tokens=torch.where(live[:, None], tokens, NO_TOKEN),
+            confidence=confidence,
+        )
+
+    @classmethod
+    def _all(cls, result: StepResult, live: torch.Tensor, draft: BlockDraft) -> "DraftedRows":
+        logits = draft.confidence_logits
+        return cls(
+            anchor=torch.where(live, result.rows.anchors, NO_TOKEN),
+            tokens=torch.where(live[:, None], draft.draft_tokens, NO_TOKEN),
+            confidence=None if logits is None else torch.where(live[:, None], torch.sigmoid(logits), 0.0),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Projected:
+    """context: [M, hidden]; chunk_latents: of each chunk [L, n, D]; row_latents: of all K + 1 rows of the generation rows
+    [L, Bg, K + 1, D], or None."""
+
+    context: torch.Tensor
+    chunk_latents: list[torch.Tensor]
+    row_latents: torch.Tensor | None
 
 
 class StepRun:
@@ -57,42 +108,58 @@ class StepRun:
         plan: StepPlan,
         shape: BlockShape,
         paths: StepPaths,
+        *,
+        slots: torch.Tensor,
+        side: SideStream,
+        context_latents: ContextLatents,
     ):
+        """slots: int64 [B], the slot of each output row, NO_TOKEN for dummy rows; the plan's requests are not looked at where
+        all drafts are arg maxima, so that a captured run serves others too."""
         self._model, self._pool, self._rope, self._state, self._plan = model, pool, rope, state, plan
-        self._shape, self._paths = shape, paths
+        self._shape, self._paths, self._slots, self._side = shape, paths, slots, side
+        self._context_latents = context_latents
         self._num_drafts = shape.num_drafts
         self._device = model.device
-        self._slots = self._integers([NO_TOKEN if request is None else request.slot for request in plan.requests])
         self._live, self._at = self._slots >= 0, self._slots.clamp(min=0)
         self._first_row = len(plan.context)
         self._row_lens = torch.where(self._live, state.context_lens[self._at], 0)[self._first_row :]
 
     def run(self) -> StepResult:
-        context, chunk_latents, row_latents = self._project()
+        overlapped = self._paths.overlap_context_projection and self._plan.is_pure_generation
+        if overlapped:
+            with self._side.fork():
+                projected = self._project()
+        else:
+            projected = self._project()
         rows = self._advance()
-        self._store(chunk_latents, row_latents, rows)
-        return self._draft(context, rows)
+        if overlapped:
+            self._side.join()
+            if not self._paths.fused_prologue:
+                # The plain step is the specification: it projects where it says so.
+                projected = self._project()
+        self._store(projected, rows)
+        return self._draft(projected.context, rows)
 
     def _integers(self, values: list[int]) -> torch.Tensor:
+        if not values:
+            return torch.empty(0, dtype=torch.int64, device=self._device)
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _project(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
-        """Context and latents: those of each chunk [L, n, D], and of all K + 1 rows of the generation rows
-        [L, Bg, K + 1, D]."""
+    def _project(self) -> "_Projected":
         model, contexts, chunk_latents, row_latents = self._model, [], [], None
         for chunk in self._plan.context:
             context = model.project_context(chunk.target_hidden)
             positions = chunk.start_position + torch.arange(context.shape[0], device=self._device)
-            chunk_latents.append(model.context_latents(context, self._rope.rows(positions)))
+            chunk_latents.append(self._context_latents(context, self._rope.rows(positions)))
             contexts.append(context)
         if self._plan.generation is not None:
             context = model.project_context(self._plan.generation.target_hidden.flatten(0, 1))
             positions = self._row_lens[:, None] + torch.arange(self._num_drafts + 1, device=self._device)
-            latents = model.context_latents(context, self._rope.rows(positions.flatten()))
+            latents = self._context_latents(context, self._rope.rows(positions.flatten()))
             row_latents = latents.unflatten(1, positions.shape)
             contexts.append(context)
         empty = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=self._device)
-        return torch.cat([empty, *contexts]), chunk_latents, row_latents
+        return _Projected(torch.cat([empty, *contexts]), chunk_latents, row_latents)
 
     def _advance(self) -> StepRows:
         """Verdict, lengths and places of all rows.  Only a uniform exact verdict is part of `ops.step_prologue`; others are
@@ -169,9 +236,10 @@ class StepRun:
             anchor=torch.where(drawn, sampled.anchor, greedy.anchor),
         )
 
-    def _store(self, chunk_latents: list[torch.Tensor], row_latents: torch.Tensor | None, rows: StepRows) -> None:
+    def _store(self, projected: "_Projected", rows: StepRows) -> None:
         """Latents of the new context rows into the pool: a chunk's whole, of a generation row the committed ones."""
-        for index, (chunk, latents) in enumerate(zip(self._plan.context, chunk_latents, strict=True)):
+        row_latents = projected.row_latents
+        for index, (chunk, latents) in enumerate(zip(self._plan.context, projected.chunk_latents, strict=True)):
             start, count = self._integers([chunk.start_position]), self._integers([latents.shape[1]])
             self._store_rows(latents[:, None], start, count, self._slots[index : index + 1])
         if row_latents is not None:
@@ -185,17 +253,17 @@ class StepRun:
 
     def _draft(self, context: torch.Tensor, rows: StepRows) -> StepResult:
         plan = self._plan
-        drafted = self._integers(list(plan.drafted))
+        drafted = None if len(plan.drafted) == len(plan.requests) else self._integers(list(plan.drafted))
         draft, probs = self._decode(rows, drafted) if plan.drafted else (None, None)
         drawn = torch.zeros(len(plan.requests), dtype=torch.bool, device=self._device)
         if probs is not None:
-            drawn[drafted] = self._temperatures([plan.sampling[index] for index in plan.drafted]) > 0
+            drawn[self._integers(list(plan.drafted))] = self._temperatures([plan.sampling[i] for i in plan.drafted]) > 0
         return StepResult(self._slots, rows, drafted, draft, probs, drawn, context)
 
-    def _decode(self, rows: StepRows, drafted: torch.Tensor) -> tuple[BlockDraft, torch.Tensor | None]:
+    def _decode(self, rows: StepRows, drafted: torch.Tensor | None) -> tuple[BlockDraft, torch.Tensor | None]:
         model, pool, fused = self._model, self._pool, self._paths.fused_prologue
         slots = self._at
-        if len(self._plan.drafted) < len(self._plan.requests):
+        if drafted is not None:
             rows, slots = rows.select(drafted), slots[drafted]
         block = BlockContext(
             layer_views=pool.layer_views,

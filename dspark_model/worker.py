@@ -3,14 +3,16 @@
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from dspark_model import ops
 from dspark_model.config_keys import ConfigError
-from dspark_model.fast_paths import fused_prologue_obstacle
+from dspark_model.context_latents import ContextLatents
+from dspark_model.fast_paths import obstacles
+from dspark_model.graph_runner import DecodeOutputs, GraphRunner, why_not_captured
+from dspark_model.in_flight import StepsInFlight
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import NO_TOKEN, BlockShape
@@ -22,7 +24,8 @@ from dspark_model.serving_config import DraftSampling, RuntimeConfig
 from dspark_model.slots import draft_rows
 from dspark_model.step_io import StepInput, StepOutput, StepTrace
 from dspark_model.step_plan import StepChecker, StepPlan, is_whole
-from dspark_model.step_run import StepPaths, StepResult, StepRun
+from dspark_model.step_run import DraftedRows, StepPaths, StepResult, StepRun
+from dspark_model.streams import SideStream
 from dspark_model.worker_state import RequestState, SlotState
 
 logger = logging.getLogger("dspark_model")
@@ -43,11 +46,15 @@ class DFlashWorker:
         runtime: RuntimeConfig | None = None,
         *,
         num_drafts: int | None = None,
+        graph_batch_sizes: Sequence[int] | None = None,
     ):
         """num_drafts: K; None takes the pool's `num_drafts`.
+        graph_batch_sizes: rows that decode steps are captured for; a step is padded to the next size, and one with more rows
+            is not captured.  None takes the powers of two below the pool's `max_requests`, and that.
 
         Raises:
-            ValueError: K is above what the pool was sized for, or model and pool are on different devices.
+            ValueError: K is above what the pool was sized for, model and pool are on different devices, or a batch size is
+                below 1.
             ConfigError: `runtime` requires what cannot run here.
         """
         self.model = model
@@ -59,7 +66,7 @@ class DFlashWorker:
         self._surroundings = Surroundings(
             model_dtype=model.dtype,
             pool_dtype=pool.dtype,
-            obstacles={"fused_prologue": fused_prologue_obstacle(model, pool)},
+            obstacles=obstacles(model, pool),
         )
         self.resolved = self._resolve(self.runtime)
         self.fallback_counts: Counter[str] = Counter()
@@ -79,6 +86,17 @@ class DFlashWorker:
             mask_token=model.config.mask_token_id,
         )
         self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
+        self._context_latents = ContextLatents(model)
+        self._side = SideStream(model.device)
+        self._in_flight = StepsInFlight()
+        self._graphs = GraphRunner(
+            self._decode,
+            _batch_sizes(pool.config.max_requests, graph_batch_sizes),
+            self.num_drafts,
+            model.config.context_width,
+            model.dtype,
+            model.device,
+        )
         if self.resolved.fallbacks:
             names = ", ".join(choice.name for choice in self.resolved.fallbacks)
             logger.warning("fast paths set to auto but not in use: %s; DFlashWorker.describe() says why", names)
@@ -99,12 +117,15 @@ class DFlashWorker:
             "pool": f"{type(pool).__name__}, {pool.layer_views[0].shape[0]} pages of {pool.config.page_size} tokens, "
             f"{pool.dtype}, served limit {pool.config.max_positions}",
         }
+        graphs, megabytes = self._graphs.num_graphs, self._graphs.memory_bytes / 2**20
+        report["graphs"] = f"{graphs} captured, {megabytes:.1f} MiB, {self.num_replays} replays"
         for choice in self.resolved.choices:
             report[f"runtime.{choice.name}"] = f"{choice.in_force} (asked for {choice.requested}: {choice.reason})"
         return report
 
     def context_length(self, request_id: Hashable) -> int:
-        """Context rows that the worker holds of a request."""
+        """Context rows that the worker holds of a request; waits for steps in flight."""
+        self.synchronize()
         return self._request(request_id).length
 
     def slot_of(self, request_id: Hashable) -> int:
@@ -114,6 +135,15 @@ class DFlashWorker:
     @property
     def num_requests(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_replays(self) -> int:
+        """Steps that were replayed from a captured graph."""
+        return self._graphs.replays.total()
+
+    def synchronize(self) -> None:
+        """Wait for the steps in flight and take over their lengths; captured steps return before they are done."""
+        self._in_flight.settle(wait=True)
 
     def admit(self, request_id: Hashable, *, max_context: int | None = None, prefix: PrefixHandle | None = None) -> None:
         """Take on a request that will hold at most `max_context` tokens (None: the served limit).
@@ -162,6 +192,7 @@ class DFlashWorker:
             ValueError: the request does not hold that many rows.
             CapacityError: the page for a partly filled last page is not there.
         """
+        self.synchronize()
         request = self._request(request_id)
         if not isinstance(self.pool, LatentKVPool):
             raise ValueError("the outside engine keeps the prefixes of an external pool")
@@ -181,13 +212,74 @@ class DFlashWorker:
             KeyError, ValueError: the input does not fit the worker's state.
             ConfigError: `runtime` requires what cannot run here.
         A step that raises changes nothing: lengths, drafts and pages are as before, and it can be sent again.
+
+        With `cuda_graph` on, a pure generation step with exact verdicts of uniform width is captured once and then replayed:
+        it returns before it is done, its token ids are not checked, and its output tensors are overwritten by the next replay
+        of the same batch size.
         """
         resolved = self.resolved if runtime is None else self._resolve(runtime)
+        if resolved.takes("cuda_graph"):
+            reason = why_not_captured(step_input, self._graphs.batch_sizes[-1], trace)
+            if reason is None:
+                return self._step_captured(step_input, resolved)
+            resolved = resolved.without("cuda_graph", reason)
+        return self._step_eager(step_input, resolved, trace)
+
+    def _step_captured(self, step_input: StepInput, resolved: ResolvedRuntime) -> StepOutput:
+        rows_per_step = self.num_drafts + 1
+        keys = [key for key in step_input.generation.request_ids if key in self._requests]
+        near_the_limit = any(self._requests[k].length_bound(rows_per_step) >= self._requests[k].max_context for k in keys)
+        self._in_flight.settle(wait=near_the_limit)
+        plan = self._checker.plan(step_input, self._requests, read_values=False)
+        before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
+        try:
+            outputs = self._graphs.run(plan, resolved)
+        except BaseException:
+            self.pool.cancel_step(before)
+            raise
+        self._in_flight.add(plan.requests, outputs.host_values)
+        self.fallback_counts.update(choice.name for choice in resolved.fallbacks)
+        return StepOutput(
+            request_ids=tuple(None if request is None else request.request_id for request in plan.requests),
+            committed_tokens=outputs.committed_tokens,
+            num_accepted=outputs.num_accepted,
+            num_committed=outputs.num_committed,
+            anchor=outputs.anchor,
+            draft_tokens=outputs.draft_tokens,
+            next_tokens=outputs.next_tokens,
+            num_valid_drafts=outputs.num_valid_drafts,
+            confidence=outputs.confidence,
+            num_dropped=outputs.num_dropped,
+            runtime=resolved,
+            trace=None,
+        )
+
+    def _decode(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> DecodeOutputs:
+        """A whole decode step on the device, the slots' state included."""
+        result = self._run(plan, slots, resolved)
+        rows, drafts = result.rows, DraftedRows.of(result, self.num_drafts)
+        next_tokens = self._commit_drafts(result, drafts, fused=resolved.takes("fused_prologue"))
+        return DecodeOutputs(
+            committed_tokens=rows.committed_tokens,
+            num_accepted=rows.num_accepted,
+            num_committed=rows.num_committed,
+            anchor=drafts.anchor,
+            draft_tokens=drafts.tokens,
+            next_tokens=next_tokens,
+            num_valid_drafts=rows.num_valid_drafts,
+            confidence=drafts.confidence,
+            num_dropped=rows.num_dropped,
+            host_values=torch.stack((rows.context_lens, rows.num_valid_drafts, rows.num_dropped)),
+        )
+
+    def _step_eager(self, step_input: StepInput, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
+        self.synchronize()
         plan = self._checker.plan(step_input, self._requests)
         before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
         try:
-            result = self._run(plan, resolved)
-            drafts = _DraftedRows.of(result, self.num_drafts)
+            slots = [NO_TOKEN if request is None else request.slot for request in plan.requests]
+            result = self._run(plan, torch.tensor(slots, dtype=torch.int64, device=self.model.device), resolved)
+            drafts = DraftedRows.of(result, self.num_drafts)
             rows = result.rows
             # Reading the lengths waits for the device, so that a failure there still finds the old state.
             lengths, valid, dropped = torch.stack((rows.context_lens, rows.num_valid_drafts, rows.num_dropped)).tolist()
@@ -203,19 +295,34 @@ class DFlashWorker:
         self.fallback_counts.update(choice.name for choice in resolved.fallbacks)
         return _output(plan, result, drafts, next_tokens, resolved, trace)
 
-    def _run(self, plan: StepPlan, resolved: ResolvedRuntime) -> StepResult:
+    def _run(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> StepResult:
         paths = StepPaths(
             fused_prologue=resolved.takes("fused_prologue"),
+            overlap_context_projection=resolved.takes("overlap_context_projection"),
             draw_drafts=resolved["draft_sampling"].in_force == DraftSampling.SAMPLE,
         )
-        return StepRun(self.model, self.pool, self.rope, self._slots, plan, self._shape, paths).run()
+        return StepRun(
+            self.model,
+            self.pool,
+            self.rope,
+            self._slots,
+            plan,
+            self._shape,
+            paths,
+            slots=slots,
+            side=self._side,
+            context_latents=self._context_latents,
+        ).run()
 
-    def _commit(self, plan: StepPlan, result: StepResult, drafts: "_DraftedRows", *, fused: bool) -> torch.Tensor:
+    def _commit_drafts(self, result: StepResult, drafts: DraftedRows, *, fused: bool) -> torch.Tensor:
+        rows, state = result.rows, self._slots.drafts()
+        lens, valid = rows.context_lens, rows.num_valid_drafts
+        return ops.step_commit(state, result.slots, drafts.anchor, lens, valid, drafts.tokens, fused=fused)
+
+    def _commit(self, plan: StepPlan, result: StepResult, drafts: DraftedRows, *, fused: bool) -> torch.Tensor:
         """The one place where a step changes the slots' lengths, anchors and drafts; returns the next target tokens."""
-        rows, state = result.rows, self._slots
-        next_tokens = ops.step_commit(
-            state.drafts(), result.slots, drafts.anchor, rows.context_lens, rows.num_valid_drafts, drafts.tokens, fused=fused
-        )
+        state = self._slots
+        next_tokens = self._commit_drafts(result, drafts, fused=fused)
         if state.draft_probs is None:
             return next_tokens
         for index, request in enumerate(plan.requests):
@@ -241,37 +348,10 @@ class DFlashWorker:
         return resolved
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DraftedRows:
-    """The R drafted rows spread over the B output rows: anchor int64 [B] and tokens int64 [B, K], NO_TOKEN where nothing was
-    drafted and for dummy rows; confidence float32 [B, K], 0 there, or None."""
-
-    anchor: torch.Tensor
-    tokens: torch.Tensor
-    confidence: torch.Tensor | None
-
-    @classmethod
-    def of(cls, result: StepResult, num_drafts: int) -> "_DraftedRows":
-        live, draft = result.slots >= 0, result.draft
-        tokens = torch.full((live.shape[0], num_drafts), NO_TOKEN, dtype=torch.int64, device=live.device)
-        confidence = None
-        if draft is not None:
-            tokens[result.drafted] = draft.draft_tokens
-            if draft.confidence_logits is not None:
-                confidence = torch.zeros(live.shape[0], num_drafts, device=live.device)
-                confidence[result.drafted] = torch.sigmoid(draft.confidence_logits)
-                confidence = torch.where(live[:, None], confidence, 0.0)
-        return cls(
-            anchor=torch.where(live, result.rows.anchors, NO_TOKEN),
-            tokens=torch.where(live[:, None], tokens, NO_TOKEN),
-            confidence=confidence,
-        )
-
-
 def _output(
     plan: StepPlan,
     result: StepResult,
-    drafts: _DraftedRows,
+    drafts: DraftedRows,
     next_tokens: torch.Tensor,
     resolved: ResolvedRuntime,
     trace: bool,
@@ -314,3 +394,11 @@ def _check_fit(model: MLADSparkForCausalLM, pool: PagedLatents, num_drafts: int)
             f"{config.max_position_embeddings}; rotations past that are computed, not clamped, and acceptance may fall",
             stacklevel=3,
         )
+
+
+def _batch_sizes(max_requests: int, given: Sequence[int] | None) -> tuple[int, ...]:
+    if given is None:
+        return (*(1 << bit for bit in range(max_requests.bit_length()) if 1 << bit < max_requests), max_requests)
+    if not given or not all(is_whole(size) and size >= 1 for size in given):
+        raise ValueError(f"graph_batch_sizes is {list(given)}, wanted one or more whole numbers of at least 1")
+    return tuple(sorted(set(given)))

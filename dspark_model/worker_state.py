@@ -13,7 +13,8 @@ class RequestState:
     """Host side of one request.
 
     length: context rows in the pool.  num_valid_drafts: drafts of the last step that may be verified.  num_dropped: committed
-    rows that had no page.  drafting: whether it has been drafted for, so that generation rows may follow.
+    rows that had no page.  drafting: whether it has been drafted for, so that generation rows may follow.  in_flight: steps
+    whose results the host has not seen yet; the other counts are those before them.
     """
 
     request_id: Hashable
@@ -23,6 +24,11 @@ class RequestState:
     num_valid_drafts: int = 0
     num_dropped: int = 0
     drafting: bool = False
+    in_flight: int = 0
+
+    def length_bound(self, rows_per_step: int) -> int:
+        """The most context rows that it can have after its steps in flight."""
+        return min(self.length + self.in_flight * rows_per_step, self.max_context)
 
 
 class SlotState:

@@ -1,5 +1,6 @@
 """Acceptance figures on hand-made texts, and the whole measurement on a tiny target and a random drafter."""
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -9,7 +10,6 @@ import tokenizers
 import torch
 import transformers
 
-from dspark_model import verify
 from dspark_model.acceptance import (
     calibrate,
     check_lossless,
@@ -227,8 +227,9 @@ def test_with_a_temperature_texts_are_not_compared(folders, tmp_path, capsys):
 
 
 def test_a_worker_that_accepts_everything_is_caught(folders, tmp_path, monkeypatch, capsys):
-    honest = verify.accept_exact
-    monkeypatch.setattr(verify, "accept_exact", lambda drafts, counts, tokens: honest(drafts, counts, pretend(drafts, tokens)))
+    module = importlib.import_module("dspark_model.ops.step_prologue")
+    honest = module.accept_exact
+    monkeypatch.setattr(module, "accept_exact", lambda drafts, counts, tokens: honest(drafts, counts, pretend(drafts, tokens)))
     assert run(folders, tmp_path, "--lossless", "verify-rows", "--limit", 2) == 1
     data = json.loads((tmp_path / "acceptance.json").read_text(encoding="utf-8"))
     assert data["lossless"] is False and len(data["sets"][0]["lossless"]["unexcused"]) == 2
@@ -267,7 +268,7 @@ def test_rows_run_again_find_a_wrong_token(folders, wrong):
     [
         (["--max-prompt-tokens", 3], "none of 4 prompts has at most 3 tokens"),
         (["--set", "pool.page_size=8"], "only runtime.KEY=VALUE"),
-        (["--set", "runtime.cuda_graph=require"], "cannot be met"),
+        (["--set", "runtime.split_qkv_streams=require"], "cannot be met"),
         (["--batch", 0], "batch is 0"),
         (["--temperature", 1, "--lossless", "verify-rows"], "temperature 0"),
         (["--gguf", "some.gguf"], "for target smollm2 only"),

@@ -173,8 +173,8 @@ def test_a25_the_last_block_row_reaches_row_0_only_in_a_bidirectional_drafter(ca
         final = []
         embed = model.embed_block
 
-        def shifted(anchors, rows, embed=embed, shift=shift):
-            block = embed(anchors, rows)
+        def shifted(anchors, rows, embed=embed, shift=shift, **options):
+            block = embed(anchors, rows, **options)
             block[:, -1] += shift
             return block
 

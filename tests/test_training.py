@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from dspark_model import ops
+from dspark_model.context_latents import ContextLatents
 from dspark_model.modeling import BlockContext, MLADSparkForCausalLM
 from dspark_model.rope import RopeTable
 from dspark_model.training import block_forward as blocks
@@ -312,7 +313,7 @@ def test_training_forward_equals_inference(model, texts, drafter):
             pages_owned = torch.tensor([-(-(length + DRAFTS) // page_size)])
             where = ops.row_addresses(torch.arange(length)[None], table, pages_owned, page_size)
             context = drafter.project_context(rows.taps[row, start : p + 1])
-            latents = drafter.context_latents(context, rope.rows(torch.arange(length)))
+            latents = ContextLatents(drafter)(context, rope.rows(torch.arange(length)))
             ops.latent_store(pool, latents[:, None], where)
             lens = torch.tensor([length])
             block_rows = ops.block_fixup(lens, table, pages_owned, torch.tensor([True]), rows=DRAFTS, page_size=page_size)

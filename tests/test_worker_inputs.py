@@ -195,7 +195,7 @@ def test_prefix_of_a_length_that_is_not_there(num_tokens):
 def test_runtime_override_that_cannot_run():
     for runtime, message in (
         (RuntimeConfig(draft_sampling="sample"), "needs the buffer that is made at construction"),
-        (RuntimeConfig(cuda_graph="require"), "runtime.cuda_graph=require cannot be met|cuda_graph"),
+        (RuntimeConfig(split_qkv_streams="require"), "runtime.split_qkv_streams=require cannot be met"),
         (RuntimeConfig(kv_dtype="bfloat16"), "wants a pool of torch.bfloat16"),
     ):
         bench = scene()
@@ -323,7 +323,7 @@ def test_step_that_fails_in_the_middle_can_be_sent_again(monkeypatch, stage, err
         "layer0": (bench.model.layers[0], "forward"),
         "layer1": (bench.model.layers[1], "forward"),
         "head": (bench.model, "draft"),
-        "last": ("dspark_model.worker._DraftedRows.of",),
+        "last": ("dspark_model.worker.DraftedRows.of",),
     }
 
     def fail(*_arguments, **_options):

@@ -39,12 +39,16 @@ def step_commit(
         return _fused(state, slots, anchors, context_lens, num_valid_drafts, draft_tokens)
     drafted = (slots >= 0) & (anchors >= 0)
     drafts = torch.where(drafted[:, None], draft_tokens, NO_TOKEN)
-    rows = (slots >= 0).nonzero()[:, 0]
-    at = slots[rows]
-    state.context_lens[at] = context_lens[rows]
-    state.anchors[at] = anchors[rows]
-    state.num_valid_drafts[at] = num_valid_drafts[rows]
-    state.draft_tokens[at] = drafts[rows]
+    if slots.numel():
+        live = slots >= 0
+        # A dummy row repeats the first live one; where there is none, slot 0 keeps its values. `nonzero` would wait for the
+        # device.
+        row = torch.where(live, torch.arange(slots.shape[0], device=slots.device), live.int().argmax())
+        at = slots[row].clamp(min=0)
+        news = (context_lens, anchors, num_valid_drafts, drafts)
+        olds = (state.context_lens, state.anchors, state.num_valid_drafts, state.draft_tokens)
+        for old, new in zip(olds, news, strict=True):
+            old[at] = torch.where(live.any(), new[row], old[at])
     return torch.cat((torch.where(drafted, anchors, NO_TOKEN)[:, None], drafts), dim=1)
 
 

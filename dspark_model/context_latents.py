@@ -1,0 +1,46 @@
+"""Pool rows of context rows, for all layers in one product."""
+
+import torch
+from torch import nn
+
+from dspark_model import ops
+from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.packing import PackedLinear
+
+
+class ContextLatents:
+    """The latent projections of every layer as one matrix: a context row is the same for all layers, so their products with it
+    are one product, and norm and rotation of all layers one op.
+
+    The layers' own `kv_a_proj_with_mqa` and `kv_a_layernorm` weights become views of the joined ones, so that they are held
+    once, and a change of the one changes the other.
+    """
+
+    def __init__(self, model: MLADSparkForCausalLM):
+        attentions = [layer.self_attn for layer in model.layers]
+        self._num_layers, self._eps = len(attentions), model.config.rms_norm_eps
+        with torch.no_grad():
+            joined = _join([attention.kv_a_proj_with_mqa.weight for attention in attentions]).flatten(0, 1)
+            self._norm_weight = _join([attention.kv_a_layernorm.weight for attention in attentions])
+        packed = isinstance(attentions[0].kv_a_proj_with_mqa, PackedLinear)
+        self._weight = ops.pack_weight(joined) if packed else joined
+
+    def __call__(self, context: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """context [M, hidden] and cos_sin float32 [M, r] to [L, M, D].  There is no input_layernorm on this path."""
+        product = ops.packed_linear if self._weight.is_mkldnn else nn.functional.linear
+        kv = product(context, self._weight)
+        kv = kv.unflatten(-1, (self._num_layers, -1)).transpose(0, 1)
+        return ops.latent_norm_rope(kv, self._norm_weight[:, None], self._eps, cos_sin)
+
+
+def _join(weights: list[nn.Parameter]) -> torch.Tensor:
+    """The weights as one tensor [L, ...] of which they are views, made so now unless they are already."""
+    first, size = weights[0], weights[0].numel()
+    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    places = [(w.untyped_storage().data_ptr(), w.storage_offset()) for w in weights]
+    if places == [(storage, start + index * size) for index in range(len(weights))]:
+        return first.detach().as_strided((len(weights), *first.shape), (size, *first.stride()))
+    joined = torch.stack([weight.detach() for weight in weights])
+    for weight, own in zip(weights, joined, strict=True):
+        weight.data = own
+    return joined
