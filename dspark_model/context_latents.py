@@ -25,12 +25,13 @@ class ContextLatents:
         packed = isinstance(attentions[0].kv_a_proj_with_mqa, PackedLinear)
         self._weight = ops.pack_weight(joined) if packed else joined
 
-    def __call__(self, context: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """context [M, hidden] and cos_sin float32 [M, r] to [L, M, D].  There is no input_layernorm on this path."""
+    def __call__(self, context: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch") -> torch.Tensor:
+        """context [M, hidden] and cos_sin float32 [M, r] to [L, M, D]; backend: see `ops.latent_norm_rope`.  There is no
+        input_layernorm on this path."""
         product = ops.packed_linear if self._weight.is_mkldnn else nn.functional.linear
         kv = product(context, self._weight)
         kv = kv.unflatten(-1, (self._num_layers, -1)).transpose(0, 1)
-        return ops.latent_norm_rope(kv, self._norm_weight[:, None], self._eps, cos_sin)
+        return ops.latent_norm_rope(kv, self._norm_weight, self._eps, cos_sin, backend=backend)
 
 
 def _join(weights: list[nn.Parameter]) -> torch.Tensor:

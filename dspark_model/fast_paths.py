@@ -39,6 +39,13 @@ def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> 
     return triton_obstacle(model.device)
 
 
+def direct_write_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
+    """Why norm and rotation cannot store into this pool themselves, or are not worth it."""
+    if pool.dtype is not model.dtype:
+        return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
+    return triton_obstacle(model.device)
+
+
 def stream_obstacle(device: torch.device) -> Obstacle | None:
     """Why work cannot overlap on `device`."""
     if device.type == "cuda":
@@ -54,9 +61,16 @@ def graph_obstacle(device: torch.device) -> Obstacle | None:
 
 
 def obstacles(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, Obstacle | None]:
-    """By switch, for every switch that this version has built."""
+    """By switch."""
     return {
         "fused_prologue": fused_prologue_obstacle(model, pool),
         "overlap_context_projection": stream_obstacle(model.device),
+        "split_qkv_streams": stream_obstacle(model.device),
+        "direct_pool_write": direct_write_obstacle(model, pool),
         "cuda_graph": graph_obstacle(model.device),
     }
+
+
+def backends(model: MLADSparkForCausalLM) -> dict[str, dict[str, Obstacle | None]]:
+    """By field and backend, what stands in the way of a backend other than torch's."""
+    return {"latent_norm_rope": {"triton": triton_obstacle(model.device)}}

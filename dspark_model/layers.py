@@ -5,6 +5,7 @@ from torch import nn
 
 from dspark_model import ops
 from dspark_model.config import DrafterConfig
+from dspark_model.ops import RowAddresses
 
 
 class RMSNorm(nn.Module):
@@ -54,9 +55,20 @@ class MLAAttention(nn.Module):
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, kv_b_rows, bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False)
 
-    def latents(self, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Pool rows of x: [..., hidden] and cos_sin float32 [..., r] to [..., D]."""
-        return ops.latent_norm_rope(self.kv_a_proj_with_mqa(x), self.kv_a_layernorm.weight, self.kv_a_layernorm.eps, cos_sin)
+    def latents(self, x: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch") -> torch.Tensor:
+        """Pool rows of x: [B, N, hidden] and cos_sin float32 [B, N, r] to [B, N, D]; backend: see `ops.latent_norm_rope`."""
+        kv, norm = self.kv_a_proj_with_mqa(x), self.kv_a_layernorm
+        rows = ops.latent_norm_rope(
+            kv.flatten(0, -2)[None], norm.weight[None], norm.eps, cos_sin.flatten(0, -2), backend=backend
+        )
+        return rows.view(kv.shape)
+
+    def store_latents(
+        self, x: torch.Tensor, cos_sin: torch.Tensor, layer_view: torch.Tensor, where: RowAddresses, backend: str
+    ) -> None:
+        """`latents` of x straight into the pool, see `ops.latent_norm_rope_store`."""
+        kv, norm = self.kv_a_proj_with_mqa(x).flatten(0, -2), self.kv_a_layernorm
+        ops.latent_norm_rope_store(kv, norm.weight, norm.eps, cos_sin.flatten(0, -2), layer_view, where, backend=backend)
 
     def queries(self, y: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """Absorbed queries of y [B, N, hidden] with cos_sin float32 [B, N, r]: [B, N, heads, D]."""

@@ -13,6 +13,22 @@ from dspark_model.heads import ConfidenceHead, MarkovHead
 from dspark_model.layers import GatedMLP, MLAAttention, RMSNorm
 from dspark_model.ops import BlockRows
 from dspark_model.packing import pack_linears
+from dspark_model.streams import SideStream
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPaths:
+    """How the layers of a block run.  latent_norm_rope: backend of that op; fused_store: see `ops.latent_store`;
+    direct_pool_write: norm and rotation store into the pool themselves; side: the stream of the latents, None for the main
+    one."""
+
+    latent_norm_rope: str = "torch"
+    fused_store: bool = False
+    direct_pool_write: bool = False
+    side: SideStream | None = None
+
+
+PLAIN_PATHS = BlockPaths()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +36,7 @@ class BlockContext:
     """What the layers of one block decode share.
 
     layer_views: L tensors [pages, page_size, D]; page_table: int32 [B, P]; context_lens: int64 [B]; rows: the block's own
-    rows; cos_sin: float32 [B, N, r] for them; max_seq_len: host bound on rows.seq_lens; fused_store: see `ops.latent_store`.
+    rows; cos_sin: float32 [B, N, r] for them; max_seq_len: host bound on rows.seq_lens.
     """
 
     layer_views: Sequence[torch.Tensor]
@@ -29,7 +45,7 @@ class BlockContext:
     rows: BlockRows
     cos_sin: torch.Tensor
     max_seq_len: int
-    fused_store: bool = False
+    paths: BlockPaths = PLAIN_PATHS
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +76,17 @@ class DrafterLayer(nn.Module):
     def forward(self, x: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """x [B, N, H] to [B, N, H]; writes the block's latents into layer_view before attending."""
         y = self.input_layernorm(x)
-        latents = self.self_attn.latents(y, context.cos_sin)
-        ops.latent_store((layer_view,), latents[None], context.rows.where, fused=context.fused_store)
+        side = context.paths.side
+        if side is None:
+            self._write_latents(y, layer_view, context)
+            queries = self.self_attn.queries(y, context.cos_sin)
+        else:
+            with side.fork():
+                self._write_latents(y, layer_view, context)
+            queries = self.self_attn.queries(y, context.cos_sin)
+            side.join()
         attended = ops.block_attention(
-            self.self_attn.queries(y, context.cos_sin),
+            queries,
             layer_view,
             context.page_table,
             context.context_lens,
@@ -75,6 +98,15 @@ class DrafterLayer(nn.Module):
         )
         h = x + self.self_attn.output(attended)
         return h + self.mlp(self.post_attention_layernorm(h))
+
+    def _write_latents(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> None:
+        """Latents of the block's own rows into the pool."""
+        paths, where, attn = context.paths, context.rows.where, self.self_attn
+        if paths.direct_pool_write:
+            attn.store_latents(y, context.cos_sin, layer_view, where, paths.latent_norm_rope)
+            return
+        latents = attn.latents(y, context.cos_sin, paths.latent_norm_rope)
+        ops.latent_store((layer_view,), latents[None], where, fused=paths.fused_store)
 
 
 class MLADSparkForCausalLM(nn.Module):

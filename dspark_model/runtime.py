@@ -64,14 +64,10 @@ class ResolvedRuntime:
         return tuple(choice for choice in self.choices if choice.fell_back)
 
 
-# Fast paths and backends that this version does not have yet, with the reason that `auto` records and `require` raises.
-_NO_SWITCH = {
-    "split_qkv_streams": "this version runs a step on one stream",
-    "direct_pool_write": "this version has no kernel that stores latents into the pool",
-}
+# Backends that this version has; `auto` takes the first.
 _BUILT = {
     "attention": (Attention.TORCH,),
-    "latent_norm_rope": (LatentNormRope.TORCH,),
+    "latent_norm_rope": (LatentNormRope.TORCH, LatentNormRope.TRITON),
     "gemm": (Gemm.CUBLAS,),
     "merged_qkv_a": (MergedQkvA.OFF,),
 }
@@ -88,12 +84,13 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What `resolve_runtime` decides by.  obstacles: for each `Switch` field that this version has built, what stands in its
-    way with this model and pool, or None."""
+    """What `resolve_runtime` decides by.  obstacles: for each `Switch` field, what stands in its way with this model and pool,
+    or None; backends: the same for backends other than torch's, by field and name."""
 
     model_dtype: torch.dtype
     pool_dtype: torch.dtype
     obstacles: Mapping[str, Obstacle | None]
+    backends: Mapping[str, Mapping[str, Obstacle | None]]
 
 
 def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> ResolvedRuntime:
@@ -102,6 +99,11 @@ def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> Resol
     Raises:
         ConfigError: a field requires what cannot run here; the message names the reason.
     """
+    backend = _resolve_backend("latent_norm_rope", runtime.latent_norm_rope, surroundings)
+    obstacles = dict(surroundings.obstacles)
+    if backend.in_force == LatentNormRope.TORCH:
+        obstacles["direct_pool_write"] = Obstacle("latent_norm_rope=torch has no kernel that stores into the pool")
+    surroundings = replace(surroundings, obstacles=obstacles)
     choices = [_resolve(field.name, getattr(runtime, field.name), surroundings) for field in fields(runtime)]
     return ResolvedRuntime(tuple(choices))
 
@@ -109,10 +111,8 @@ def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> Resol
 def _resolve(name: str, value: str, surroundings: Surroundings) -> Choice:
     if name in surroundings.obstacles:
         return _resolve_switch(name, value, surroundings.obstacles[name])
-    if name in _NO_SWITCH:
-        return _resolve_switch(name, value, Obstacle(_NO_SWITCH[name]))
     if name in _BUILT:
-        return _resolve_backend(name, value)
+        return _resolve_backend(name, value, surroundings)
     if name == "kv_dtype":
         return _resolve_kv_dtype(value, surroundings.model_dtype, surroundings.pool_dtype)
     return Choice(name, value, value, "asked for")
@@ -130,13 +130,16 @@ def _resolve_switch(name: str, value: Switch, obstacle: Obstacle | None) -> Choi
     return Choice(name, value, "off", obstacle.reason)
 
 
-def _resolve_backend(name: str, value: str) -> Choice:
+def _resolve_backend(name: str, value: str, surroundings: Surroundings) -> Choice:
     built = _BUILT[name]
     if value == "auto":
-        return Choice(name, value, built[0], "the only one in this version")
+        return Choice(name, value, built[0], "the only one in this version" if len(built) == 1 else "the reference")
     if value not in built:
         raise ConfigError(f"runtime.{name}={value} is not in this version; available: auto, {', '.join(built)}")
-    return Choice(name, value, value, "asked for")
+    obstacle = surroundings.backends.get(name, {}).get(value)
+    if obstacle is not None and not obstacle.avoidable:
+        raise ConfigError(f"runtime.{name}={value} cannot run: {obstacle.reason}; use auto or {built[0]}")
+    return Choice(name, value, value, "asked for" if obstacle is None else f"asked for, although {obstacle.reason}")
 
 
 def pool_dtype_for(kv_dtype: KvDtype, model_dtype: torch.dtype) -> torch.dtype:

@@ -12,10 +12,12 @@ import torch
 from dspark_model import ops, verify
 from dspark_model.context_latents import ContextLatents
 from dspark_model.kv_pool import PagedLatents
-from dspark_model.modeling import BlockContext, BlockDraft, MLADSparkForCausalLM
+from dspark_model.modeling import BlockContext, BlockDraft, BlockPaths, MLADSparkForCausalLM
 from dspark_model.ops import BlockShape, GivenRows, SlotTables, StepRows
 from dspark_model.rope import RopeTable
+from dspark_model.runtime import ResolvedRuntime
 from dspark_model.sampling import DrawKind, SamplingParams
+from dspark_model.serving_config import DraftSampling
 from dspark_model.slots import draft_rows
 from dspark_model.step_plan import StepPlan
 from dspark_model.streams import SideStream
@@ -25,12 +27,26 @@ from dspark_model.worker_state import SlotState
 
 @dataclass(frozen=True, slots=True)
 class StepPaths:
-    """fused_prologue: bookkeeping and stores by Triton kernels.  overlap_context_projection: pure generation steps project on
-    the side stream.  draw_drafts: drafts are drawn at the request's temperature."""
+    """What a step takes: the fields of `RuntimeConfig` of the same names, and whether drafts are drawn at the request's
+    temperature."""
 
     fused_prologue: bool
     overlap_context_projection: bool
+    split_qkv_streams: bool
+    direct_pool_write: bool
+    latent_norm_rope: str
     draw_drafts: bool
+
+    @classmethod
+    def of(cls, resolved: ResolvedRuntime) -> "StepPaths":
+        return cls(
+            fused_prologue=resolved.takes("fused_prologue"),
+            overlap_context_projection=resolved.takes("overlap_context_projection"),
+            split_qkv_streams=resolved.takes("split_qkv_streams"),
+            direct_pool_write=resolved.takes("direct_pool_write"),
+            latent_norm_rope=resolved["latent_norm_rope"].in_force,
+            draw_drafts=resolved["draft_sampling"].in_force == DraftSampling.SAMPLE,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,16 +166,19 @@ class StepRun:
         for chunk in self._plan.context:
             context = model.project_context(chunk.target_hidden)
             positions = chunk.start_position + torch.arange(context.shape[0], device=self._device)
-            chunk_latents.append(self._context_latents(context, self._rope.rows(positions)))
+            chunk_latents.append(self._latents(context, positions))
             contexts.append(context)
         if self._plan.generation is not None:
             context = model.project_context(self._plan.generation.target_hidden.flatten(0, 1))
             positions = self._row_lens[:, None] + torch.arange(self._num_drafts + 1, device=self._device)
-            latents = self._context_latents(context, self._rope.rows(positions.flatten()))
+            latents = self._latents(context, positions.flatten())
             row_latents = latents.unflatten(1, positions.shape)
             contexts.append(context)
         empty = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=self._device)
         return _Projected(torch.cat([empty, *contexts]), chunk_latents, row_latents)
+
+    def _latents(self, context: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._context_latents(context, self._rope.rows(positions), self._paths.latent_norm_rope)
 
     def _advance(self) -> StepRows:
         """Verdict, lengths and places of all rows.  Only a uniform exact verdict is part of `ops.step_prologue`; others are
@@ -272,7 +291,7 @@ class StepRun:
             rows=rows.block,
             cos_sin=rows.cos_sin,
             max_seq_len=min(self._plan.max_length, pool.max_rows),
-            fused_store=fused,
+            paths=self._block_paths(),
         )
         hidden = model.decode_block(model.embed_block(rows.anchors, self._shape.rows, fused=fused), block)
         hidden = hidden[:, draft_rows(model.config, self._num_drafts)]
@@ -284,6 +303,15 @@ class StepRun:
         uniforms = self._uniforms(kinds, self._num_drafts)
         draft = model.draft(hidden, rows.anchors, temperatures=temperatures, uniforms=uniforms)
         return draft, ops.tempered_softmax(draft.biased_logits, temperatures)
+
+    def _block_paths(self) -> BlockPaths:
+        paths = self._paths
+        return BlockPaths(
+            latent_norm_rope=paths.latent_norm_rope,
+            fused_store=paths.fused_prologue,
+            direct_pool_write=paths.direct_pool_write,
+            side=self._side if paths.split_qkv_streams else None,
+        )
 
     def _temperatures(self, params: list[SamplingParams] | tuple[SamplingParams, ...]) -> torch.Tensor:
         return torch.tensor([entry.temperature for entry in params], dtype=torch.float32, device=self._device)

@@ -10,7 +10,7 @@ import torch
 from dspark_model import ops
 from dspark_model.config_keys import ConfigError
 from dspark_model.context_latents import ContextLatents
-from dspark_model.fast_paths import obstacles
+from dspark_model.fast_paths import backends, obstacles
 from dspark_model.graph_runner import DecodeOutputs, GraphRunner, why_not_captured
 from dspark_model.in_flight import StepsInFlight
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
@@ -67,6 +67,7 @@ class DFlashWorker:
             model_dtype=model.dtype,
             pool_dtype=pool.dtype,
             obstacles=obstacles(model, pool),
+            backends=backends(model),
         )
         self.resolved = self._resolve(self.runtime)
         self.fallback_counts: Counter[str] = Counter()
@@ -296,11 +297,6 @@ class DFlashWorker:
         return _output(plan, result, drafts, next_tokens, resolved, trace)
 
     def _run(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> StepResult:
-        paths = StepPaths(
-            fused_prologue=resolved.takes("fused_prologue"),
-            overlap_context_projection=resolved.takes("overlap_context_projection"),
-            draw_drafts=resolved["draft_sampling"].in_force == DraftSampling.SAMPLE,
-        )
         return StepRun(
             self.model,
             self.pool,
@@ -308,7 +304,7 @@ class DFlashWorker:
             self._slots,
             plan,
             self._shape,
-            paths,
+            StepPaths.of(resolved),
             slots=slots,
             side=self._side,
             context_latents=self._context_latents,

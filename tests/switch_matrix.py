@@ -19,7 +19,9 @@ from dspark_model.step_io import StepOutput
 from dspark_model.testing import assert_bitwise_equal
 
 PAGE = 8
-EXACT_SWITCHES = ("fused_prologue", "overlap_context_projection", "cuda_graph")
+EXACT_SWITCHES = ("fused_prologue", "overlap_context_projection", "split_qkv_streams", "direct_pool_write", "cuda_graph")
+# Numeric profiles: switches are exact within each.
+PROFILES = {"torch": {}, "triton": {"latent_norm_rope": "triton"}}
 DUMMY = None
 
 
@@ -111,14 +113,20 @@ def make_worker(
     return DFlashWorker(model, pool, runtime, graph_batch_sizes=range(1, max_requests + 1))
 
 
-def switch_sets() -> list[tuple[str, ...]]:
-    """Every set of exact switches but the empty one."""
-    return [s for n in range(1, len(EXACT_SWITCHES) + 1) for s in itertools.combinations(EXACT_SWITCHES, n)]
+def switch_sets(profile: str) -> list[tuple[str, ...]]:
+    """Every set of the exact switches that a profile has, but the empty one."""
+    names = switches_of(profile)
+    return [s for n in range(1, len(names) + 1) for s in itertools.combinations(names, n)]
 
 
-def with_switches(names: tuple[str, ...]) -> RuntimeConfig:
-    """The plain runtime with some switches required."""
-    return dataclasses.replace(RuntimeConfig.plain(), **dict.fromkeys(names, "require"))
+def switches_of(profile: str) -> tuple[str, ...]:
+    """torch's norm and rotation have no form that stores into the pool."""
+    return tuple(name for name in EXACT_SWITCHES if name != "direct_pool_write" or profile != "torch")
+
+
+def with_switches(names: tuple[str, ...], profile: str = "torch") -> RuntimeConfig:
+    """The plain runtime of a profile with some switches required."""
+    return dataclasses.replace(RuntimeConfig.plain(), **PROFILES[profile], **dict.fromkeys(names, "require"))
 
 
 class Duel:

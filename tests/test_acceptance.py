@@ -268,7 +268,7 @@ def test_rows_run_again_find_a_wrong_token(folders, wrong):
     [
         (["--max-prompt-tokens", 3], "none of 4 prompts has at most 3 tokens"),
         (["--set", "pool.page_size=8"], "only runtime.KEY=VALUE"),
-        (["--set", "runtime.split_qkv_streams=require"], "cannot be met"),
+        (["--set", "runtime.direct_pool_write=require"], "cannot be met"),
         (["--batch", 0], "batch is 0"),
         (["--temperature", 1, "--lossless", "verify-rows"], "temperature 0"),
         (["--gguf", "some.gguf"], "for target smollm2 only"),

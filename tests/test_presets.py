@@ -184,7 +184,12 @@ def test_pool_sizes_must_be_positive_whole_numbers(value):
         PoolConfig(num_pages=value, max_requests=1, max_positions=1)
 
 
-SURROUNDINGS = Surroundings(model_dtype=torch.float32, pool_dtype=torch.float32, obstacles={"fused_prologue": None})
+SURROUNDINGS = Surroundings(
+    model_dtype=torch.float32,
+    pool_dtype=torch.float32,
+    obstacles=dict.fromkeys(SWITCHES),
+    backends={"latent_norm_rope": {"triton": None}},
+)
 
 
 def resolve(**fields):

@@ -6,7 +6,17 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from switch_matrix import EXACT_SWITCHES, SCENARIOS, Duel, make_worker, small_model, switch_sets, with_switches
+from switch_matrix import (
+    EXACT_SWITCHES,
+    PROFILES,
+    SCENARIOS,
+    Duel,
+    make_worker,
+    small_model,
+    switch_sets,
+    switches_of,
+    with_switches,
+)
 
 from dspark_model import ContextChunk, GenerationRows, RuntimeConfig, StepInput
 from dspark_model.bench.k3_rank import PAGE_SIZE, k3_rank_config, random_drafter
@@ -15,7 +25,7 @@ from dspark_model.streams import SideStream
 from dspark_model.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
-ALL = tuple(EXACT_SWITCHES)
+ALL = switches_of("torch")
 PLAIN = RuntimeConfig.plain()
 CYCLES = 2_000_000  # about a millisecond
 
@@ -27,15 +37,22 @@ def k3_model():
 
 def k3_grid() -> list[tuple]:
     """Every set of switches in every scenario with 4 requests; all switches with 1, 4 and 9 in both layouts."""
-    sets = [(name, names, 4, Layout.LAYER_MAJOR) for name, names in itertools.product(SCENARIOS, switch_sets())]
-    return sets + [(name, ALL, batch, layout) for name, batch, layout in itertools.product(SCENARIOS, (1, 4, 9), Layout)]
+    sets = [
+        (profile, name, names, 4, Layout.LAYER_MAJOR)
+        for profile in PROFILES
+        for name, names in itertools.product(SCENARIOS, switch_sets(profile))
+    ]
+    return sets + [
+        (profile, name, switches_of(profile), batch, layout)
+        for profile, name, batch, layout in itertools.product(PROFILES, SCENARIOS, (1, 4, 9), Layout)
+    ]
 
 
-@pytest.mark.parametrize(("scenario", "switches", "batch", "layout"), k3_grid(),
+@pytest.mark.parametrize(("profile", "scenario", "switches", "batch", "layout"), k3_grid(),
                          ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value))  # fmt: skip
-def test_k3_matrix(k3_model, scenario, switches, batch, layout):
-    workers = [make_worker(k3_model, runtime, layout, page_size=PAGE_SIZE) for runtime in (PLAIN, with_switches(switches))]
-    duel = Duel(*workers)
+def test_k3_matrix(k3_model, profile, scenario, switches, batch, layout):
+    runtimes = with_switches((), profile), with_switches(switches, profile)
+    duel = Duel(*(make_worker(k3_model, runtime, layout, page_size=PAGE_SIZE) for runtime in runtimes))
     duel.run(SCENARIOS[scenario](batch, PAGE_SIZE))
     assert {name for name in EXACT_SWITCHES if duel.fast.resolved.takes(name)} == set(switches)
     assert (duel.fast.num_replays > 0) == ("cuda_graph" in switches)

@@ -5,7 +5,18 @@ import itertools
 
 import pytest
 import torch
-from switch_matrix import EXACT_SWITCHES, PAGE, SCENARIOS, Duel, make_worker, small_model, switch_sets, with_switches
+from switch_matrix import (
+    EXACT_SWITCHES,
+    PAGE,
+    PROFILES,
+    SCENARIOS,
+    Duel,
+    make_worker,
+    small_model,
+    switch_sets,
+    switches_of,
+    with_switches,
+)
 
 from dspark_model import ConfigError, DFlashWorker, LatentKVPool, RuntimeConfig
 from dspark_model.serving_config import Layout
@@ -17,19 +28,25 @@ PLAIN = RuntimeConfig.plain()
 
 
 def grid() -> list[tuple]:
-    """On a GPU everything; in Triton's interpreter, where a fused step takes about a second, every switch set with one scenario
-    and every scenario with all switches."""
+    """On a GPU everything.  In Triton's interpreter, where a fused step takes about a second: each switch alone, all but each,
+    and every scenario with all switches of either profile."""
     if DEVICE == "cuda":
-        return list(itertools.product(SCENARIOS, switch_sets(), (1, 4, 9), Layout))
-    sets = [("steady", names, 2, Layout.LAYER_MAJOR) for names in switch_sets()]
-    return sets + [(name, ALL, 4, Layout.PAGE_MAJOR) for name in SCENARIOS]
+        return [
+            (profile, scenario, names, batch, layout)
+            for profile in PROFILES
+            for scenario, names, batch, layout in itertools.product(SCENARIOS, switch_sets(profile), (1, 4, 9), Layout)
+        ]
+    sets = [names for names in switch_sets("triton") if len(names) in (1, len(ALL) - 1)]
+    rows = [("triton", "padded", names, 1, Layout.LAYER_MAJOR) for names in sets]
+    return rows + [(profile, name, switches_of(profile), 2, Layout.PAGE_MAJOR) for profile in PROFILES for name in SCENARIOS]
 
 
-@pytest.mark.parametrize(("scenario", "switches", "batch", "layout"), grid(),
+@pytest.mark.parametrize(("profile", "scenario", "switches", "batch", "layout"), grid(),
                          ids=lambda value: "+".join(value) if isinstance(value, tuple) else str(value))  # fmt: skip
-def test_matrix(scenario, switches, batch, layout):
+def test_matrix(profile, scenario, switches, batch, layout):
     model = small_model(device=DEVICE)
-    plain, fast = make_worker(model, PLAIN, layout), make_worker(model, with_switches(switches), layout)
+    plain = make_worker(model, with_switches((), profile), layout)
+    fast = make_worker(model, with_switches(switches, profile), layout)
     duel = Duel(plain, fast)
     duel.run(SCENARIOS[scenario](batch, PAGE))
     assert duel.steps >= 3
@@ -43,7 +60,8 @@ def test_matrix(scenario, switches, batch, layout):
                          ids=["plain_rule", "no_markov", "no_confidence"])  # fmt: skip
 def test_other_drafters(changes):
     model = small_model(device=DEVICE, **changes)
-    duel = Duel(make_worker(model, PLAIN, Layout.PAGE_MAJOR), make_worker(model, with_switches(ALL), Layout.PAGE_MAJOR))
+    runtimes = with_switches((), "triton"), with_switches(ALL, "triton")
+    duel = Duel(*(make_worker(model, runtime, Layout.PAGE_MAJOR) for runtime in runtimes))
     duel.run(SCENARIOS["mixed"](2, PAGE))
 
 

@@ -195,7 +195,7 @@ def test_prefix_of_a_length_that_is_not_there(num_tokens):
 def test_runtime_override_that_cannot_run():
     for runtime, message in (
         (RuntimeConfig(draft_sampling="sample"), "needs the buffer that is made at construction"),
-        (RuntimeConfig(split_qkv_streams="require"), "runtime.split_qkv_streams=require cannot be met"),
+        (RuntimeConfig(direct_pool_write="require"), "runtime.direct_pool_write=require cannot be met"),
         (RuntimeConfig(kv_dtype="bfloat16"), "wants a pool of torch.bfloat16"),
     ):
         bench = scene()

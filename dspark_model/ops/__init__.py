@@ -11,7 +11,7 @@ from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table
 from dspark_model.ops.fp32_linear import fp32_linear
-from dspark_model.ops.latent_norm_rope import latent_norm_rope
+from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
 from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
@@ -45,6 +45,7 @@ __all__ = [
     "decode_block_table",
     "fp32_linear",
     "latent_norm_rope",
+    "latent_norm_rope_store",
     "latent_store",
     "length_advance",
     "markov_chain",

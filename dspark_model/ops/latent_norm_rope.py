@@ -2,15 +2,83 @@
 
 import torch
 
+from dspark_model.ops.latent_store import check_copyable
 from dspark_model.ops.rms_norm import rms_norm
 from dspark_model.ops.rope_rotate import rope_rotate
+from dspark_model.ops.row_addresses import RowAddresses
 
 
-def latent_norm_rope(kv: torch.Tensor, weight: torch.Tensor, eps: float, cos_sin: torch.Tensor) -> torch.Tensor:
-    """[RMSNorm(kv[:C]) * weight | RoPE(kv[C:])], C = kv_lora_rank, both in float32 and rounded once.
+def latent_norm_rope(
+    kv: torch.Tensor, weight: torch.Tensor, eps: float, cos_sin: torch.Tensor, *, backend: str = "torch"
+) -> torch.Tensor:
+    """[RMSNorm(kv[:C]) * weight | RoPE(kv[C:])], C = kv_lora_rank, both in float32 and rounded once, for the same rows of L
+    layers.
 
-    kv: [..., C + r], the output of `kv_a_proj_with_mqa`; weight: [C] of one `kv_a_layernorm`, or [..., C] of several, to
-    broadcast; cos_sin: float32 [..., r], the table rows of the rows' absolute positions.  Returns [..., C + r] in kv's dtype.
+    kv: [L, M, C + r], outputs of `kv_a_proj_with_mqa`, values of a row side by side; weight: [L, C], each layer's
+    `kv_a_layernorm`; cos_sin: float32 [M, r], the table rows of the rows' absolute positions.
+    Returns [L, M, C + r] in kv's dtype, contiguous.
+    backend: `torch`; or `triton`, which sums the squares in another order: within 2 float32 roundings of the norm (2e-7
+    relative), so that a rounded bf16 value differs from `torch` by at most one step.
     """
+    if backend == "triton":
+        out = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
+        _triton(kv, weight, eps, cos_sin, out, (out.stride(0), 0, out.stride(1)), None)
+        return out
     latent, k_pe = kv.split((weight.shape[-1], kv.shape[-1] - weight.shape[-1]), dim=-1)
-    return torch.cat((rms_norm(latent, weight, eps), rope_rotate(k_pe, cos_sin)), dim=-1)
+    return torch.cat((rms_norm(latent, weight[:, None], eps), rope_rotate(k_pe, cos_sin)), dim=-1)
+
+
+def latent_norm_rope_store(
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    layer_view: torch.Tensor,
+    where: RowAddresses,
+    *,
+    backend: str,
+) -> None:
+    """`latent_norm_rope` of one layer's rows, stored straight into the pool: the plain kernel with another store address, equal
+    to the bit to it and `latent_store` behind it.
+
+    kv: [M, C + r]; weight: [C]; cos_sin: float32 [M, r]; layer_view: [pages, page_size, C + r] of kv's dtype; where: addresses
+    of M rows, of any shape; rows that are not owned are skipped.  backend: `triton`.
+
+    Raises:
+        ValueError: the backend has no such kernel, or the view's dtype or width differs.
+    """
+    if backend != "triton":
+        raise ValueError(f"latent_norm_rope={backend} has no kernel that stores into the pool; choose triton")
+    check_copyable((layer_view,), kv[None])
+    strides = (0, layer_view.stride(0), layer_view.stride(1))
+    _triton(kv[None], weight[None], eps, cos_sin, layer_view, strides, where)
+
+
+def _triton(kv, weight, eps: float, cos_sin, out, strides: tuple[int, int, int], where: RowAddresses | None) -> None:
+    """strides: of out between layers, pages and rows; where: None for rows side by side."""
+    import triton
+    from dspark_kernels.triton.latent_norm_rope import latent_norm_rope_kernel
+
+    layers, rows, width = kv.shape
+    latent, pairs = weight.shape[-1], (width - weight.shape[-1]) // 2
+    if not kv.numel():
+        return
+    # The kernel does not look at the addresses of the plain form.
+    places = (cos_sin, cos_sin, cos_sin) if where is None else (where.pages, where.offsets, where.owned.view(torch.uint8))
+    latent_norm_rope_kernel[(rows, layers)](
+        kv,
+        kv.stride(0),
+        kv.stride(1),
+        weight,
+        cos_sin,
+        out,
+        *strides,
+        *places,
+        eps,
+        LATENT=latent,
+        LATENT_LANES=triton.next_power_of_2(latent),
+        PAIRS=pairs,
+        PAIR_LANES=triton.next_power_of_2(pairs),
+        POOL=where is not None,
+        num_warps=4,
+    )

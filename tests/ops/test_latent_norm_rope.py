@@ -1,52 +1,105 @@
-"""`latent_norm_rope` against float64."""
+"""`latent_norm_rope` against float64; its form that stores into the pool against the plain one."""
 
 import pytest
 import torch
 
-from dspark_model.ops import latent_norm_rope
-from dspark_model.testing import assert_bitwise_equal
+from dspark_model.ops import RowAddresses, latent_norm_rope, latent_norm_rope_store, latent_store
+from dspark_model.testing import assert_bitwise_equal, poison_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter does not round to bf16 as torch does, so there float32 alone is held to a bound.
+DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 4.1e-3)]
+BACKENDS = [("torch", *DTYPES[0]), ("torch", *DTYPES[1]), ("triton", *DTYPES[0])]
+BACKENDS += [("triton", *DTYPES[1])] if DEVICE == "cuda" else []
 
 
-def inputs(rows: tuple[int, ...], rank: int, rotary: int, dtype: torch.dtype):
-    angles = torch.rand(*rows, rotary // 2) * 1000
-    return (
-        torch.randn(*rows, rank + rotary).to(dtype),
-        (torch.rand(rank) + 0.5).to(dtype),
-        torch.cat((angles.cos(), angles.sin()), dim=-1),
-    )
+def inputs(layers: int, rows: int, rank: int, rotary: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Products of all layers side by side, as one joined product leaves them; weights; rotations."""
+    angles = torch.rand(rows, rotary // 2) * 1000
+    kv = torch.randn(rows, layers * (rank + rotary)).to(dtype).unflatten(-1, (layers, -1)).transpose(0, 1)
+    weight = (torch.rand(layers, rank) + 0.5).to(dtype)
+    return kv.to(DEVICE), weight.to(DEVICE), torch.cat((angles.cos(), angles.sin()), dim=-1).to(DEVICE)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4.1e-3)], ids=str)
+@pytest.mark.parametrize(("backend", "dtype", "bound"), BACKENDS, ids=str)
 @pytest.mark.parametrize(("rank", "rotary"), [(32, 16), (7, 2), (512, 64)])
-@pytest.mark.parametrize("rows", [(1,), (5,), (2, 7), (0,)], ids=str)
-def test_matches_float64(dtype, bound, rank, rotary, rows):
-    kv, weight, cos_sin = inputs(rows, rank, rotary, dtype)
-    ours = latent_norm_rope(kv, weight, 1e-5, cos_sin)
-    assert (ours.dtype, ours.shape) == (dtype, kv.shape)
-    for where in torch.cartesian_prod(*(torch.arange(size) for size in rows)).view(-1, len(rows)).tolist():
-        row, table, got = kv[tuple(where)].double(), cos_sin[tuple(where)].double(), ours[tuple(where)].double()
-        latent = row[:rank] * weight.double() / torch.sqrt((row[:rank] ** 2).mean() + 1e-5)
-        torch.testing.assert_close(got[:rank], latent, rtol=bound, atol=1e-9)
-        for i in range(rotary // 2):
-            a, b, cos, sin = row[rank + 2 * i], row[rank + 2 * i + 1], table[i], table[rotary // 2 + i]
-            pair = torch.stack((a * cos - b * sin, b * cos + a * sin))
-            torch.testing.assert_close(got[rank + 2 * i : rank + 2 * i + 2], pair, rtol=bound, atol=bound * float(a.hypot(b)))
+@pytest.mark.parametrize(("layers", "rows"), [(1, 1), (1, 5), (3, 7), (2, 0)])
+def test_matches_float64(backend, dtype, bound, rank, rotary, layers, rows):
+    kv, weight, cos_sin = inputs(layers, rows, rank, rotary, dtype)
+    ours = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)
+    assert (ours.dtype, ours.shape) == (dtype, kv.shape) and ours.is_contiguous()
+    wide, table = kv.double(), cos_sin.double()
+    for layer in range(layers):
+        for row in range(rows):
+            own, got = wide[layer, row], ours[layer, row].double()
+            latent = own[:rank] * weight[layer].double() / torch.sqrt((own[:rank] ** 2).mean() + 1e-5)
+            torch.testing.assert_close(got[:rank], latent, rtol=bound, atol=1e-9)
+            for i in range(rotary // 2):
+                a, b, cos, sin = own[rank + 2 * i], own[rank + 2 * i + 1], table[row, i], table[row, rotary // 2 + i]
+                pair = torch.stack((a * cos - b * sin, b * cos + a * sin))
+                atol = bound * float(a.hypot(b))
+                torch.testing.assert_close(got[rank + 2 * i : rank + 2 * i + 2], pair, rtol=bound, atol=atol)
 
 
-def test_the_rotary_values_are_not_normed_and_the_latent_not_rotated():
-    kv, weight, cos_sin = inputs((3,), 8, 4, torch.float32)
-    before = latent_norm_rope(kv, weight, 1e-5, cos_sin)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_rotary_values_are_not_normed_and_the_latent_not_rotated(backend):
+    kv, weight, cos_sin = inputs(1, 3, 8, 4, torch.float32)
+    before = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)
     scaled = kv.clone()
-    scaled[:, :8] *= 4
-    after = latent_norm_rope(scaled, weight, 1e-5, cos_sin)
-    assert_bitwise_equal(after[:, 8:], before[:, 8:])
-    other = latent_norm_rope(kv, weight, 1e-5, cos_sin.flip(0))
-    assert_bitwise_equal(other[:, :8], before[:, :8])
-    assert not torch.equal(other[:, 8:], before[:, 8:])
+    scaled[..., :8] *= 4
+    after = latent_norm_rope(scaled, weight, 1e-5, cos_sin, backend=backend)
+    assert_bitwise_equal(after[..., 8:], before[..., 8:])
+    other = latent_norm_rope(kv, weight, 1e-5, cos_sin.flip(0).contiguous(), backend=backend)
+    assert_bitwise_equal(other[..., :8], before[..., :8])
+    assert not torch.equal(other[..., 8:], before[..., 8:])
 
 
-def test_rows_do_not_see_each_other():
-    kv, weight, cos_sin = inputs((4,), 8, 4, torch.float32)
-    before = latent_norm_rope(kv, weight, 1e-5, cos_sin)
-    kv[[0, 3]] = float("nan")
-    assert_bitwise_equal(latent_norm_rope(kv, weight, 1e-5, cos_sin)[1:3], before[1:3])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_and_layers_do_not_see_each_other(backend):
+    kv, weight, cos_sin = inputs(3, 4, 8, 4, torch.float32)
+    before = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)
+    kv[:, [0, 3]] = float("nan")
+    kv[2] = float("nan")
+    weight[2] = float("nan")
+    after = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)
+    assert_bitwise_equal(after[:2, 1:3], before[:2, 1:3])
+
+
+@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
+@pytest.mark.parametrize("order", ["in_order", "reversed", "scattered"])
+@pytest.mark.parametrize(("rank", "rotary"), [(32, 16), (7, 2), (512, 64)])
+@pytest.mark.parametrize("batch", [1, 4, 9])
+def test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it(batch, rank, rotary, order, layout):
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    rows, page_size = 7, 5
+    kv, weight, cos_sin = inputs(1, batch * rows, rank, rotary, dtype)
+    pages = torch.arange(2 * batch)
+    pages = {"in_order": pages, "reversed": pages.flip(0), "scattered": torch.randperm(2 * batch)}[order].view(batch, 2)
+    index = torch.arange(rows) + 2
+    owned = torch.rand(batch, rows) > 0.2
+    where = RowAddresses(
+        torch.where(owned, pages[:, index // page_size], 0).to(DEVICE),
+        torch.where(owned, (index % page_size).expand(batch, -1), 0).to(DEVICE),
+        owned.to(DEVICE),
+    )
+    shape = (2, 2 * batch, page_size, rank + rotary) if layout == "layer_major" else (2 * batch, 2, page_size, rank + rotary)
+    staged = poison_(torch.empty(shape, dtype=dtype, device=DEVICE))
+    direct = staged.clone()
+    kv[:, ~owned.flatten().to(DEVICE)] = float("nan")
+    view, other = (pool.unbind(0 if layout == "layer_major" else 1)[1] for pool in (staged, direct))
+    plain = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend="triton")
+    latent_store((view,), plain.view(1, batch, rows, -1), where)
+    latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, other, where, backend="triton")
+    assert_bitwise_equal(direct, staged)
+    assert int(direct.isnan().sum()) == direct.numel() - int(owned.sum()) * (rank + rotary)
+
+
+def test_a_store_that_no_kernel_makes_is_refused():
+    kv, weight, cos_sin = inputs(1, 2, 8, 4, torch.float32)
+    zero = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    where = RowAddresses(zero, zero, zero.bool())
+    view = torch.zeros(1, 4, 12, device=DEVICE)
+    with pytest.raises(ValueError, match="latent_norm_rope=torch has no kernel that stores into the pool"):
+        latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, view, where, backend="torch")
+    with pytest.raises(ValueError, match="wants"):
+        latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, view.bfloat16(), where, backend="triton")
