@@ -31,12 +31,12 @@ class StepsInFlight:
         return len(self._pending)
 
     def add(self, requests: tuple[RequestState | None, ...], values: torch.Tensor) -> None:
-        """values: int64 [3, B] on the device: context lengths, valid drafts, dropped rows."""
-        arrived, host = None, values
-        if values.device.type == "cuda":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()
+        """values: int64 [3, B] on the device: context lengths, valid drafts, dropped rows; later steps may overwrite it."""
+        on_cuda = values.device.type == "cuda"
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_cuda)
+        host.copy_(values, non_blocking=on_cuda)
+        arrived = torch.cuda.Event() if on_cuda else None
+        if arrived is not None:
             arrived.record()
         self._pending.append(_Pending(requests, host, arrived))
         for request in requests:

@@ -120,6 +120,24 @@ def test_steps_in_flight_are_bounded_until_they_are_taken_over():
     assert request.in_flight == 0 and len(duel.fast._in_flight) == 0
 
 
+def test_several_steps_in_flight_are_taken_over_in_order(monkeypatch):
+    duel, steps = started(("cuda_graph",))
+    settle = duel.fast._in_flight.settle
+    # As on a device that is always behind.
+    monkeypatch.setattr(duel.fast._in_flight, "settle", lambda *, wait: settle(wait=True) if wait else None)
+    for _ in range(3):
+        step_input = duel._input(steps[0])
+        duel.fast.step(step_input)
+        duel.plain.step(step_input)
+    assert [request.in_flight for request in duel.fast._requests.values()] == [3, 3]
+    lengths = [request.length_bound(8) for request in duel.fast._requests.values()]
+    duel.fast.synchronize()
+    assert duel.fast._requests == duel.plain._requests
+    assert all(request.length <= bound for request, bound in zip(duel.fast._requests.values(), lengths, strict=True))
+    duel.fast.release(0)
+    duel.plain.release(0)
+
+
 def test_a_captured_step_says_why_another_step_was_not():
     duel, steps = started(("cuda_graph",))
     traced = duel.fast.step(duel._input(steps[0]), trace=True)
