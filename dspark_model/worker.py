@@ -220,7 +220,7 @@ class DFlashWorker:
         """
         resolved = self.resolved if runtime is None else self._resolve(runtime)
         if resolved.takes("cuda_graph"):
-            reason = why_not_captured(step_input, self._graphs.batch_sizes[-1], trace)
+            reason = why_not_captured(step_input, resolved, self._graphs.batch_sizes[-1], trace)
             if reason is None:
                 return self._step_captured(step_input, resolved)
             resolved = resolved.without("cuda_graph", reason)

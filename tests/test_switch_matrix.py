@@ -147,6 +147,15 @@ def test_a_captured_step_says_why_another_step_was_not():
     assert "0 captured" in duel.fast.describe()["graphs"]
 
 
+def test_a_worker_that_keeps_distributions_captures_nothing():
+    model = small_model(device=DEVICE)
+    runtimes = (dataclasses.replace(r, draft_sampling="sample") for r in (PLAIN, with_switches(("cuda_graph",))))
+    duel = Duel(*(make_worker(model, runtime, Layout.LAYER_MAJOR) for runtime in runtimes))
+    duel.run(SCENARIOS["steady"](1, PAGE)[:2])
+    choice = duel.fast.step(duel._input(SCENARIOS["steady"](1, PAGE)[2])).runtime["cuda_graph"]
+    assert choice.in_force == "off" and "draft_sampling=sample" in choice.reason
+
+
 def test_outputs_of_a_captured_step_are_overwritten_by_the_next():
     duel, steps = started(("cuda_graph",))
     first = duel.fast.step(duel._input(steps[0]))
