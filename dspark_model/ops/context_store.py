@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dspark_model.ops.latent_store import PoolGeometry, latent_store
+from dspark_model.ops.latent_store import PoolGeometry, check_copyable, latent_store
 from dspark_model.ops.row_addresses import row_addresses
 
 
@@ -24,7 +24,8 @@ def context_store(
 
     layer_views: L tensors [pages, page_size, D]; latents: [L, B, N, D]; start, count: int64 [B]; slots: int64 [B], -1 for
     dummy rows; page_table: int32 [S, P]; num_pages: int64 [S].  Values are rounded to the pool's dtype.
-    fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype.
+    fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype; ValueError for
+    others.
     """
     if fused:
         _fused(layer_views, latents, start, count, slots, page_table, num_pages)
@@ -42,6 +43,7 @@ def _fused(layer_views, latents, start, count, slots, page_table, num_pages) -> 
     from dspark_kernels.triton.context_store import context_store_kernel
 
     geometry = PoolGeometry.of(layer_views)
+    check_copyable(layer_views, latents)
     layers, batch, rows, width = latents.shape
     flat = latents.reshape(layers, batch * rows, width)
     if not flat.numel():
@@ -54,11 +56,7 @@ def _fused(layer_views, latents, start, count, slots, page_table, num_pages) -> 
         flat,
         flat.stride(0),
         flat.stride(1),
-        start,
-        count,
-        slots,
-        page_table,
-        num_pages,
+        *(tensor.contiguous() for tensor in (start, count, slots, page_table, num_pages)),
         page_table.shape[1],
         rows,
         layer_views[0].shape[1],

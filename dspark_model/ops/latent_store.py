@@ -18,8 +18,11 @@ class PoolGeometry:
 
     @classmethod
     def of(cls, layer_views: Sequence[torch.Tensor]) -> "PoolGeometry":
-        """Raises ValueError when the layers' views do not lie at equal distances or differ in their strides."""
+        """Raises ValueError when the layers' views do not lie at equal distances or differ in their strides, or when the values
+        of a row do not lie side by side."""
         first, size = layer_views[0], layer_views[0].element_size()
+        if first.stride(2) != 1:
+            raise ValueError(f"the values of a row of the pool lie {first.stride(2)} apart, wanted side by side")
         steps = [later.data_ptr() - view.data_ptr() for view, later in zip(layer_views, layer_views[1:], strict=False)]
         if any(view.stride() != first.stride() for view in layer_views) or any(step != steps[0] for step in steps):
             raise ValueError("the layers' views of the pool differ in their strides or distances")
@@ -29,6 +32,16 @@ class PoolGeometry:
         return cls(layer_stride=layer_stride, page_stride=first.stride(0), row_stride=first.stride(1))
 
 
+def check_copyable(layer_views: Sequence[torch.Tensor], latents: torch.Tensor) -> None:
+    """Raises ValueError unless a kernel can copy rows of latents [L, ..., D] to the views as they are."""
+    got, wanted = (latents.shape[0], latents.shape[-1]), (len(layer_views), layer_views[0].shape[-1])
+    if got != wanted or latents.dtype is not layer_views[0].dtype or latents.stride(-1) != 1:
+        raise ValueError(
+            f"latents have (layers, D) = {got} in {latents.dtype}, values {latents.stride(-1)} apart; the kernel wants "
+            f"{wanted} in {layer_views[0].dtype}, values side by side"
+        )
+
+
 def latent_store(
     layer_views: Sequence[torch.Tensor], latents: torch.Tensor, where: RowAddresses, *, fused: bool = False
 ) -> None:
@@ -36,7 +49,8 @@ def latent_store(
 
     layer_views: L tensors [pages, page_size, D]; latents: [L, B, N, D]; where: addresses [B, N], distinct among the
     owned ones.  Values are rounded to the pool's dtype.
-    fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype.
+    fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype; ValueError for
+    others.
     """
     if fused:
         _fused(layer_views, latents, where)
@@ -57,6 +71,7 @@ def _fused(layer_views: Sequence[torch.Tensor], latents: torch.Tensor, where: Ro
     from dspark_kernels.triton.latent_store import latent_store_kernel
 
     geometry = PoolGeometry.of(layer_views)
+    check_copyable(layer_views, latents)
     flat = latents.flatten(1, 2)
     if not flat.numel():
         return
@@ -68,9 +83,9 @@ def _fused(layer_views: Sequence[torch.Tensor], latents: torch.Tensor, where: Ro
         flat,
         flat.stride(0),
         flat.stride(1),
-        where.pages,
-        where.offsets,
-        where.owned.view(torch.uint8),
+        where.pages.contiguous(),
+        where.offsets.contiguous(),
+        where.owned.contiguous().view(torch.uint8),
         WIDTH=flat.shape[2],
         WIDTH_LANES=triton.next_power_of_2(flat.shape[2]),
         num_warps=1,

@@ -41,7 +41,7 @@ def _fused(anchors, embed_tokens, mask_row, rows: int, vocab_start: int, with_ma
     if block.numel():
         lanes = min(triton.next_power_of_2(width), 1024)
         noise_block_kernel[(batch * rows, triton.cdiv(width, lanes))](
-            anchors,
+            anchors.contiguous(),
             embed_tokens,
             embed_tokens.stride(0),
             mask_row,
