@@ -14,16 +14,16 @@ def _place(rows, used, slot, page_table_ptr, table_width, count, PAGE_SIZE: tl.c
 
 
 @triton.jit
-def _accept(row, checked, slot, lanes, drafts_ptr, target_ptr, stride_row, stride_column, committed_ptr, DRAFTS: tl.constexpr):
-    """Accepted drafts of one request and the token behind them; stores the committed tokens."""
-    drafts = tl.load(drafts_ptr + slot * DRAFTS + lanes, mask=lanes < DRAFTS, other=0)
+def _accept(live, checked, lanes, drafts_ptr, target_ptr, target_stride, committed_ptr, DRAFTS: tl.constexpr):
+    """Accepted drafts of one request and the token behind them; stores the committed tokens, none of a dummy row."""
+    drafts = tl.load(drafts_ptr + lanes, mask=lanes < DRAFTS, other=0)
     drafts = tl.maximum(drafts, 0)
-    target = tl.load(target_ptr + row * stride_row + lanes * stride_column, mask=lanes <= DRAFTS, other=0)
+    target = tl.load(target_ptr + lanes * target_stride, mask=lanes <= DRAFTS, other=0)
     stands = (lanes < checked) & (lanes < DRAFTS) & (drafts == target)
     accepted = tl.min(tl.where(stands, DRAFTS, tl.minimum(lanes, DRAFTS)), 0)
     final = tl.sum(tl.where(lanes == accepted, target, 0), 0)
     tokens = tl.where(lanes < accepted, drafts, tl.where(lanes == accepted, final, -1))
-    tl.store(committed_ptr + lanes, tokens, mask=lanes <= DRAFTS)
+    tl.store(committed_ptr + lanes, tl.where(live, tokens, -1), mask=lanes <= DRAFTS)
     return accepted.to(tl.int64), final
 
 
@@ -70,23 +70,20 @@ def step_prologue_kernel(
     old = tl.where(live, tl.load(context_lens_ptr + slot), 0)
     count = tl.where(live, tl.load(num_pages_ptr + slot), 0)
 
+    out = committed_ptr + row * (DRAFTS + 1)
     if row < num_chunks:
         accepted = tl.zeros((), tl.int64)
         anchor = tl.load(chunk_anchors_ptr + row)
         fresh = tl.load(chunk_rows_ptr + row)
         committed = tl.zeros((), tl.int64)
-        tl.store(committed_ptr + row * (DRAFTS + 1) + lanes, tl.full((LANES,), -1, tl.int64), mask=lanes <= DRAFTS)
+        tl.store(out + lanes, tl.full((LANES,), -1, tl.int64), mask=lanes <= DRAFTS)
     else:
         checked = tl.where(live, tl.load(valid_ptr + slot), 0)
-        out = committed_ptr + row * (DRAFTS + 1)
-        accepted, anchor = _accept(
-            row - num_chunks, checked, slot, lanes, drafts_ptr, target_ptr, target_stride_row, target_stride_column, out, DRAFTS
-        )
+        drafts, target = drafts_ptr + slot * DRAFTS, target_ptr + (row - num_chunks) * target_stride_row
+        accepted, anchor = _accept(live, checked, lanes, drafts, target, target_stride_column, out, DRAFTS)
         fresh = accepted + 1
         committed = tl.where(live, fresh, 0)
         anchor = tl.where(live, anchor, 0)
-        if not live:
-            tl.store(out + lanes, tl.full((LANES,), -1, tl.int64), mask=lanes <= DRAFTS)
 
     wanted = tl.where(live, old + fresh, 0)
     length = tl.minimum(wanted, count * PAGE_SIZE)
