@@ -1,0 +1,113 @@
+"""Every Triton kernel compiles for an H200 on a machine without a GPU, for the arguments with which its op launches it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# Without the interpreter.  The ops run on CPU tensors; each launch is compiled for sm_90 to a cubin and then left out.
+PROGRAM = """
+import importlib, json, pkgutil, types
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+import dspark_kernels.triton
+from dspark_model import ops
+
+driver = types.SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda device: 0
+)
+triton.runtime.driver.set_active(driver)
+run, compiled = JITFunction.run, {}
+
+def compile_only(kernel, *args, grid, warmup, **kwargs):
+    result = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+    assert result.metadata.target.arch == 90 and len(result.asm["cubin"]) > 0
+    compiled.setdefault(f"{kernel.module}.{kernel.__name__}", []).append(result.metadata.shared)
+
+JITFunction.run = compile_only
+
+names = [info.name for info in pkgutil.iter_modules(dspark_kernels.triton.__path__)]
+modules = [importlib.import_module(f"dspark_kernels.triton.{name}") for name in names]
+kernels = [
+    f"{module.__name__}.{name}"
+    for module in modules
+    for name, value in vars(module).items()
+    if isinstance(value, JITFunction) and name.endswith("_kernel")
+]
+
+def integers(*size, dtype=torch.int64):
+    return torch.zeros(size, dtype=dtype)
+
+# Kimi K3's shape; a batch of 1 makes some sizes the compile-time 1.
+LAYERS, PAGE, LATENT, ROPE, HIDDEN, DRAFTS, SLOTS = 5, 32, 576, 64, 7168, 7, 4
+table, lens = integers(SLOTS, 9, dtype=torch.int32), integers(SLOTS)
+for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
+    slots, where = integers(batch), ops.RowAddresses(*integers(2, batch, rows), integers(batch, rows).bool())
+    for layout in (0, 1):
+        storage = torch.zeros((LAYERS, 2, PAGE, LATENT) if layout == 0 else (2, LAYERS, PAGE, LATENT), dtype=torch.bfloat16)
+        views, latents = storage.unbind(layout), torch.zeros(LAYERS, batch, rows, LATENT, dtype=torch.bfloat16)
+        ops.latent_store(views, latents, where, fused=True)
+        ops.context_store(views, latents, slots, slots, slots, table, lens, fused=True)
+    ops.latent_store(views[:1], latents[:1], where, fused=True)
+    weight, rotations = torch.zeros(LAYERS, LATENT - ROPE, dtype=torch.bfloat16), torch.zeros(batch * rows, ROPE)
+    flat = latents.flatten(1, 2)
+    ops.latent_norm_rope(flat, weight, 1e-5, rotations, backend="triton")
+    ops.latent_norm_rope(flat[:1], weight[:1], 1e-5, rotations, backend="triton")
+    ops.latent_norm_rope_store(flat[0], weight[0], 1e-5, rotations, views[0], where, backend="triton")
+    hidden = torch.zeros(8, HIDDEN, dtype=torch.bfloat16)
+    ops.noise_block(slots, hidden, hidden[0], rows, fused=True)
+    ops.noise_block(slots, hidden, hidden[0], rows, vocab_start=8, with_mask=False, fused=True)
+    for dtype in (torch.int32, torch.int64):
+        ops.decode_block_table(integers(batch, 2, 9, dtype=dtype)[:, 0], 1, fused=True)
+        ops.decode_block_table(integers(batch, 9, dtype=dtype), LAYERS, fused=True)
+    ops.decode_block_table(integers(batch, 5000), 1 << 33, fused=True)
+    for given in (0, 1, batch):
+        ops.step_prologue(
+            slots,
+            ops.SlotTables(lens, integers(SLOTS, DRAFTS), lens, lens, table, lens),
+            ops.GivenRows(integers(given), integers(given)),
+            integers(DRAFTS + 1, batch - given).T,
+            torch.zeros(99, ROPE),
+            ops.BlockShape(DRAFTS, rows, rows - DRAFTS, PAGE, 163838),
+            fused=True,
+        )
+    state = ops.SlotDrafts(lens, lens, lens, integers(SLOTS, DRAFTS))
+    ops.step_commit(state, slots, slots, slots, slots, integers(batch, DRAFTS), fused=True)
+
+# Training, at SmolLM2's shape.
+from dspark_kernels.triton.anchor_attention import anchor_attention
+from dspark_kernels.triton.decode_attention import decode_attention
+from dspark_kernels.triton.draft_loss import draft_loss_
+from dspark_kernels.triton.sample_rows import sample_rows
+
+def values(*size):
+    return torch.zeros(size, dtype=torch.bfloat16)
+
+blocks = [values(2, 9, n, w).requires_grad_() for n, w in ((21, 96), (70, 96), (70, 64), (21, 96), (21, 64))]
+out = anchor_attention(*blocks, *integers(2, 2, 3, dtype=torch.int32), 0.1)
+torch.autograd.grad(out, blocks, out.detach())
+decode_attention(values(2, 9, 64), values(2, 3, 40, 64), values(2, 3, 40, 64), integers(2) + 1, 0.125)
+draft_loss_(values(2, 49152), values(2, 49152), integers(2), integers(2), torch.zeros(2), ce_weight=0.1, l1_weight=0.9)
+sample_rows(values(2, 49152), torch.zeros(2), integers(1))
+
+print(json.dumps({"kernels": sorted(kernels), "compiled": compiled}))
+"""
+H200_SHARED_MEMORY = 227 * 1024
+
+
+def test_all_kernels_compile_for_an_h200(tmp_path):
+    settings = {
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),  # so that nothing compiled before is taken
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels"))),
+    }
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(result["compiled"]) == result["kernels"]
+    assert max(size for sizes in result["compiled"].values() for size in sizes) <= H200_SHARED_MEMORY
