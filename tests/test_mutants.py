@@ -15,7 +15,7 @@ PLAIN = "without a mutant"
 # Imports what is slow once, then gives each job a process of its own: jobs are [name, folder, tests], results name: status.
 DRIVER = """
 import json, os, sys
-import hypothesis, pytest, safetensors.torch, torch
+import hypothesis, pytest, safetensors.torch, torch, triton
 from huggingface_hub import snapshot_download
 
 torch.testing.assert_close(torch.ones(1), torch.ones(1))  # brings in what torch imports late
@@ -33,16 +33,15 @@ json.dump(results, sys.stdout)
 
 
 def copy_package(folder: Path) -> Path:
-    """The package and its tests, to be broken; compiled files go along, so that only what changes is compiled again."""
-    ignore = shutil.ignore_patterns("golden")
-    shutil.copytree(ROOT / "dspark_model", folder / "dspark_model", ignore=ignore)
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=ignore)
+    """The packages and their tests, to be broken; compiled files go along, so that only what changes is compiled again."""
+    for name in ("dspark_model", "kernels", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("golden", "drafters"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
 
 def break_package(folder: Path, mutant) -> None:
-    file = folder / "dspark_model" / mutant.file
+    file = folder / mutant.file
     text = file.read_text(encoding="utf-8")
     assert text.count(mutant.old) == 1, f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old}"
     file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
@@ -57,7 +56,7 @@ def statuses(tmp_path_factory) -> dict[str, int]:
         folder = copy_package(tmp_path_factory.mktemp(mutant.name))
         break_package(folder, mutant)
         jobs.append([mutant.name, str(folder), [f"tests/{mutant.test}"]])
-    settings = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "kernels")}
+    settings = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     command, environment = [sys.executable, "-c", DRIVER], os.environ | settings
     result = subprocess.run(command, cwd=folder, env=environment, input=json.dumps(jobs), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
