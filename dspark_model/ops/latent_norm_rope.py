@@ -18,11 +18,13 @@ def latent_norm_rope(
     `kv_a_layernorm`; cos_sin: float32 [M, r], the table rows of the rows' absolute positions.
     Returns [L, M, C + r] in kv's dtype, contiguous.
     backend: `torch`; or `triton`, which sums the squares in another order: within 2 float32 roundings of the norm (2e-7
-    relative), so that a rounded bf16 value differs from `torch` by at most one step.
+    relative), so that a rounded bf16 value differs from `torch` by at most one step; or `cute`, on CUDA devices, which sums in
+    an order of its own, the same for every alignment and in both forms, and turns pairs with fused multiply-adds: within 1e-6
+    relative, for a pair of its length.
     """
-    if backend == "triton":
+    if backend in _KERNELS:
         out = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
-        _triton(kv, weight, eps, cos_sin, out, (out.stride(0), 0, out.stride(1)), None)
+        _KERNELS[backend](kv, weight, eps, cos_sin, out, (out.stride(0), 0, out.stride(1)), None)
         return out
     latent, k_pe = kv.split((weight.shape[-1], kv.shape[-1] - weight.shape[-1]), dim=-1)
     return torch.cat((rms_norm(latent, weight[:, None], eps), rope_rotate(k_pe, cos_sin)), dim=-1)
@@ -42,16 +44,16 @@ def latent_norm_rope_store(
     to the bit to it and `latent_store` behind it.
 
     kv: [M, C + r]; weight: [C]; cos_sin: float32 [M, r]; layer_view: [pages, page_size, C + r] of kv's dtype; where: addresses
-    of M rows, of any shape; rows that are not owned are skipped.  backend: `triton`.
+    of M rows, of any shape; rows that are not owned are skipped.  backend: `triton` or `cute`.
 
     Raises:
         ValueError: the backend has no such kernel, or the view's dtype or width differs.
     """
-    if backend != "triton":
-        raise ValueError(f"latent_norm_rope={backend} has no kernel that stores into the pool; choose triton")
+    if backend not in _KERNELS:
+        raise ValueError(f"latent_norm_rope={backend} has no kernel that stores into the pool; choose {' or '.join(_KERNELS)}")
     check_copyable((layer_view,), kv[None])
     strides = (0, layer_view.stride(0), layer_view.stride(1))
-    _triton(kv[None], weight[None], eps, cos_sin, layer_view, strides, where)
+    _KERNELS[backend](kv[None], weight[None], eps, cos_sin, layer_view, strides, where)
 
 
 def _triton(kv, weight, eps: float, cos_sin, out, strides: tuple[int, int, int], where: RowAddresses | None) -> None:
@@ -82,3 +84,18 @@ def _triton(kv, weight, eps: float, cos_sin, out, strides: tuple[int, int, int],
         POOL=where is not None,
         num_warps=4,
     )
+
+
+def _cute(kv, weight, eps: float, cos_sin, out, strides: tuple[int, int, int], where: RowAddresses | None) -> None:
+    """As `_triton`."""
+    if kv.device.type != "cuda":
+        raise ValueError(f"latent_norm_rope=cute runs on CUDA devices, got rows on {kv.device}; choose triton or torch")
+    from dspark_kernels.cute.latent_norm_rope import latent_norm_rope as launch
+
+    if not kv.numel():
+        return
+    places = None if where is None else (where.pages, where.offsets, where.owned.view(torch.uint8))
+    launch(kv, weight, cos_sin, out, strides, places, eps)
+
+
+_KERNELS = {"triton": _triton, "cute": _cute}

@@ -1,5 +1,7 @@
 """`latent_norm_rope` against float64; its form that stores into the pool against the plain one."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -11,6 +13,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 4.1e-3)]
 BACKENDS = [("torch", *DTYPES[0]), ("torch", *DTYPES[1]), ("triton", *DTYPES[0])]
 BACKENDS += [("triton", *DTYPES[1])] if DEVICE == "cuda" else []
+KERNELS = ["triton"]
+if DEVICE == "cuda" and importlib.util.find_spec("cutlass"):
+    BACKENDS += [("cute", *DTYPES[0]), ("cute", *DTYPES[1])]
+    KERNELS += ["cute"]
 
 
 def inputs(layers: int, rows: int, rank: int, rotary: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -41,7 +47,7 @@ def test_matches_float64(backend, dtype, bound, rank, rotary, layers, rows):
                 torch.testing.assert_close(got[rank + 2 * i : rank + 2 * i + 2], pair, rtol=bound, atol=atol)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", *KERNELS])
 def test_the_rotary_values_are_not_normed_and_the_latent_not_rotated(backend):
     kv, weight, cos_sin = inputs(1, 3, 8, 4, torch.float32)
     before = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)
@@ -54,7 +60,7 @@ def test_the_rotary_values_are_not_normed_and_the_latent_not_rotated(backend):
     assert not torch.equal(other[..., 8:], before[..., 8:])
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", *KERNELS])
 def test_rows_and_layers_do_not_see_each_other(backend):
     kv, weight, cos_sin = inputs(3, 4, 8, 4, torch.float32)
     before = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)
@@ -69,7 +75,8 @@ def test_rows_and_layers_do_not_see_each_other(backend):
 @pytest.mark.parametrize("order", ["in_order", "reversed", "scattered"])
 @pytest.mark.parametrize(("rank", "rotary"), [(32, 16), (7, 2), (512, 64)])
 @pytest.mark.parametrize("batch", [1, 4, 9])
-def test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it(batch, rank, rotary, order, layout):
+@pytest.mark.parametrize("backend", KERNELS)
+def test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it(backend, batch, rank, rotary, order, layout):
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     rows, page_size = 7, 5
     kv, weight, cos_sin = inputs(1, batch * rows, rank, rotary, dtype)
@@ -87,11 +94,29 @@ def test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it(batch, rank,
     direct = staged.clone()
     kv[:, ~owned.flatten().to(DEVICE)] = float("nan")
     view, other = (pool.unbind(0 if layout == "layer_major" else 1)[1] for pool in (staged, direct))
-    plain = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend="triton")
+    plain = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)
     latent_store((view,), plain.view(1, batch, rows, -1), where)
-    latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, other, where, backend="triton")
+    latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, other, where, backend=backend)
     assert_bitwise_equal(direct, staged)
     assert int(direct.isnan().sum()) == direct.numel() - int(owned.sum()) * (rank + rotary)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shift", [1, 2, 4])
+def test_rows_at_odd_addresses_give_the_same_bits(dtype, shift):
+    pytest.importorskip("cutlass")
+    kv, weight, cos_sin = inputs(2, 9, 512, 64, dtype)
+    shifted = poison_(kv.new_empty(2, 9, 576 + 8))[..., shift : shift + 576]
+    shifted.copy_(kv)
+    even, odd = (latent_norm_rope(rows, weight, 1e-5, cos_sin, backend="cute") for rows in (kv, shifted))
+    assert_bitwise_equal(odd, even)
+
+
+def test_cute_refuses_rows_that_are_not_on_a_device():
+    kv, weight, cos_sin = (tensor.cpu() for tensor in inputs(1, 2, 8, 4, torch.float32))
+    with pytest.raises(ValueError, match="latent_norm_rope=cute runs on CUDA devices, got rows on cpu"):
+        latent_norm_rope(kv, weight, 1e-5, cos_sin, backend="cute")
 
 
 def test_a_store_that_no_kernel_makes_is_refused():

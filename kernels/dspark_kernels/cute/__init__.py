@@ -1,0 +1,1 @@
+"""CuTe DSL kernels, one op a file."""
