@@ -2,13 +2,12 @@
 
 Committed tokens per target pass over PROMPTS, greedy, float32, on a CPU:
 
-    sound                      5.07    last tap one layer late      4.06
-    half-split RoPE            1.61    first, third tap             4.58
-    no Markov bias             1.87    second, fourth tap           4.51
-    causal block               4.24    all taps one late            3.16
-    block positions one late   4.58    all taps one early           4.37
-    block positions one early  4.44    softmax scale, no mscale     3.19
-    context stored one late    2.14    no context norm              2.17
+    sound                      5.08    first tap one layer late     4.52
+    half-split RoPE            1.57    last tap                     4.00
+    no Markov bias             1.81    all taps                     3.17
+    causal block               4.28    softmax scale, no mscale     3.21
+    block positions one late   4.52    no context norm              2.18
+    block positions one early  4.28    context stored one late      2.09
 
 Over all fifty candidates the milder ones cost 0.4 to 2 % only (a single tap before the last, block positions): these short
 prompts were chosen so that they show.  One pass more or less is 2 %; float32 rounding of another CPU should move none.
@@ -42,8 +41,8 @@ from dspark_model.worker import DFlashWorker
 
 pytestmark = pytest.mark.smollm2
 
-FLOOR = 4.83
-MAX_NEW_TOKENS = 56
+FLOOR = 4.84
+MAX_NEW_TOKENS = 48
 PROMPTS = (
     "Write a Python function to reverse a string.",
     "Write a Python function that returns the factorial of a number.",
@@ -55,9 +54,8 @@ PROMPTS = (
 TAPS = (2, 8, 15, 22, 28)
 MSCALE_SQUARED = (0.1 * math.log(32.0) + 1.0) ** 2
 SHIFTED_TAPS = {
-    **{f"layer_{shifted}_one_late": tuple(layer + (layer == shifted) for layer in TAPS) for shifted in TAPS},
-    "all_one_late": tuple(layer + 1 for layer in TAPS),
-    "all_one_early": tuple(layer - 1 for layer in TAPS),  # the ids taken for 1-based
+    **{f"layer_{shifted}_one_late": tuple(layer + (layer == shifted) for layer in TAPS) for shifted in (2, 28)},
+    "all_one_late": tuple(layer + 1 for layer in TAPS),  # the ids taken for the outputs' place in a hidden-states tuple
 }
 
 
