@@ -91,7 +91,15 @@ class GraphRunner:
     Outputs of a replay lie at fixed addresses: the next replay of the same graph overwrites them.
     """
 
-    def __init__(self, step: DecodeStep, batch_sizes: tuple[int, ...], num_drafts: int, context_width: int, dtype, device):
+    def __init__(
+        self,
+        step: DecodeStep,
+        batch_sizes: tuple[int, ...],
+        num_drafts: int,
+        context_width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         """batch_sizes: ascending; a batch is padded with dummy rows to the next one."""
         self.batch_sizes = batch_sizes
         self.replays: Counter[tuple] = Counter()
