@@ -13,7 +13,7 @@ from dspark_model import ops, verify
 from dspark_model.context_latents import ContextLatents
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import BlockContext, BlockDraft, BlockPaths, MLADSparkForCausalLM
-from dspark_model.ops import BlockShape, GivenRows, SlotTables, StepRows
+from dspark_model.ops import BlockShape, GivenRows, StepRows
 from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime
 from dspark_model.sampling import DrawKind, SamplingParams
@@ -75,31 +75,26 @@ class DraftedRows:
 
     @classmethod
     def of(cls, result: StepResult, num_drafts: int) -> "DraftedRows":
-        live, draft = result.slots >= 0, result.draft
-        if result.drafted is None and draft is not None:
-            return cls._all(result, live, draft)
-        tokens = torch.full((live.shape[0], num_drafts), NO_TOKEN, dtype=torch.int64, device=live.device)
-        confidence = None
-        if draft is not None:
-            tokens[result.drafted] = draft.draft_tokens
-            if draft.confidence_logits is not None:
-                confidence = torch.zeros(live.shape[0], num_drafts, device=live.device)
-                confidence[result.drafted] = torch.sigmoid(draft.confidence_logits)
-                confidence = torch.where(live[:, None], confidence, 0.0)
-        return cls(
-            anchor=torch.where(live, result.rows.anchors, NO_TOKEN),
-            tokens=torch.where(live[:, None], tokens, NO_TOKEN),
-            confidence=confidence,
-        )
-
-    @classmethod
-    def _all(cls, result: StepResult, live: torch.Tensor, draft: BlockDraft) -> "DraftedRows":
+        draft, drafted, live = result.draft, result.drafted, result.slots >= 0
+        anchor = torch.where(live, result.rows.anchors, NO_TOKEN)
+        if draft is None:
+            return cls(anchor, torch.full((live.shape[0], num_drafts), NO_TOKEN, dtype=torch.int64, device=live.device), None)
         logits = draft.confidence_logits
         return cls(
-            anchor=torch.where(live, result.rows.anchors, NO_TOKEN),
-            tokens=torch.where(live[:, None], draft.draft_tokens, NO_TOKEN),
-            confidence=None if logits is None else torch.where(live[:, None], torch.sigmoid(logits), 0.0),
+            anchor=anchor,
+            tokens=_spread(draft.draft_tokens, drafted, live, NO_TOKEN),
+            confidence=None if logits is None else _spread(torch.sigmoid(logits), drafted, live, 0.0),
         )
+
+
+def _spread(rows: torch.Tensor, drafted: torch.Tensor | None, live: torch.Tensor, filler: float) -> torch.Tensor:
+    """The drafted rows [R, K] as [B, K], `filler` in rows that drafted nothing and where `live` bool [B] is False; drafted:
+    int64 [R], None when R = B."""
+    if drafted is None:
+        return torch.where(live[:, None], rows, filler)
+    values = torch.full((live.shape[0], rows.shape[1]), filler, dtype=rows.dtype, device=rows.device)
+    values[drafted] = rows
+    return torch.where(live[:, None], values, filler)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,14 +179,7 @@ class StepRun:
         """Verdict, lengths and places of all rows.  Only a uniform exact verdict is part of `ops.step_prologue`; others are
         reached here and handed to it."""
         rows, state, pool = self._plan.generation, self._state, self._pool
-        tables = SlotTables(
-            context_lens=state.context_lens,
-            draft_tokens=state.draft_tokens,
-            num_valid_drafts=state.num_valid_drafts,
-            max_context=state.max_context,
-            page_table=pool.page_table,
-            num_pages=pool.num_pages,
-        )
+        tables = state.tables(pool.page_table, pool.num_pages)
         sizes = self._integers([chunk.target_hidden.shape[0] for chunk in self._plan.context])
         anchors = self._integers([NO_TOKEN if chunk.anchor is None else chunk.anchor for chunk in self._plan.context])
         verdict, tokens = None, torch.empty((0, self._num_drafts + 1), dtype=torch.int64, device=self._device)

@@ -239,6 +239,40 @@ class DFlashWorker:
             self.pool.cancel_step(before)
             raise
         self._in_flight.add(plan.requests, outputs.host_values)
+        return self._output(plan, outputs, resolved, None)
+
+    def _decode(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> DecodeOutputs:
+        """A whole decode step on the device, the slots' state included."""
+        result = self._run(plan, slots, resolved)
+        drafts, host_values = DraftedRows.of(result, self.num_drafts), _host_values(result)
+        next_tokens = self._commit_drafts(result, drafts, fused=resolved.takes("fused_prologue"))
+        return _decode_outputs(result, drafts, next_tokens, host_values)
+
+    def _step_eager(self, step_input: StepInput, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
+        self.synchronize()
+        plan = self._checker.plan(step_input, self._requests)
+        before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
+        try:
+            slots = [NO_TOKEN if request is None else request.slot for request in plan.requests]
+            result = self._run(plan, torch.tensor(slots, dtype=torch.int64, device=self.model.device), resolved)
+            drafts = DraftedRows.of(result, self.num_drafts)
+            host_values = _host_values(result)
+            # Reading the lengths waits for the device, so that a failure there still finds the old state.
+            lengths, valid, dropped = host_values.tolist()
+        except BaseException:
+            self.pool.cancel_step(before)
+            raise
+        next_tokens = self._commit(plan, result, drafts, fused=resolved.takes("fused_prologue"))
+        for index, request in enumerate(plan.requests):
+            if request is not None:
+                request.length, request.num_valid_drafts = lengths[index], valid[index]
+                request.num_dropped += dropped[index]
+                request.drafting = request.drafting or index in plan.drafted
+        outputs = _decode_outputs(result, drafts, next_tokens, host_values)
+        kept = StepTrace(context=result.context, draft=result.draft) if trace else None
+        return self._output(plan, outputs, resolved, kept)
+
+    def _output(self, plan: StepPlan, outputs: DecodeOutputs, resolved: ResolvedRuntime, trace: StepTrace | None) -> StepOutput:
         self.fallback_counts.update(choice.name for choice in resolved.fallbacks)
         return StepOutput(
             request_ids=tuple(None if request is None else request.request_id for request in plan.requests),
@@ -252,49 +286,8 @@ class DFlashWorker:
             confidence=outputs.confidence,
             num_dropped=outputs.num_dropped,
             runtime=resolved,
-            trace=None,
+            trace=trace,
         )
-
-    def _decode(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> DecodeOutputs:
-        """A whole decode step on the device, the slots' state included."""
-        result = self._run(plan, slots, resolved)
-        rows, drafts = result.rows, DraftedRows.of(result, self.num_drafts)
-        next_tokens = self._commit_drafts(result, drafts, fused=resolved.takes("fused_prologue"))
-        return DecodeOutputs(
-            committed_tokens=rows.committed_tokens,
-            num_accepted=rows.num_accepted,
-            num_committed=rows.num_committed,
-            anchor=drafts.anchor,
-            draft_tokens=drafts.tokens,
-            next_tokens=next_tokens,
-            num_valid_drafts=rows.num_valid_drafts,
-            confidence=drafts.confidence,
-            num_dropped=rows.num_dropped,
-            host_values=torch.stack((rows.context_lens, rows.num_valid_drafts, rows.num_dropped)),
-        )
-
-    def _step_eager(self, step_input: StepInput, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
-        self.synchronize()
-        plan = self._checker.plan(step_input, self._requests)
-        before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
-        try:
-            slots = [NO_TOKEN if request is None else request.slot for request in plan.requests]
-            result = self._run(plan, torch.tensor(slots, dtype=torch.int64, device=self.model.device), resolved)
-            drafts = DraftedRows.of(result, self.num_drafts)
-            rows = result.rows
-            # Reading the lengths waits for the device, so that a failure there still finds the old state.
-            lengths, valid, dropped = torch.stack((rows.context_lens, rows.num_valid_drafts, rows.num_dropped)).tolist()
-        except BaseException:
-            self.pool.cancel_step(before)
-            raise
-        next_tokens = self._commit(plan, result, drafts, fused=resolved.takes("fused_prologue"))
-        for index, request in enumerate(plan.requests):
-            if request is not None:
-                request.length, request.num_valid_drafts = lengths[index], valid[index]
-                request.num_dropped += dropped[index]
-                request.drafting = request.drafting or index in plan.drafted
-        self.fallback_counts.update(choice.name for choice in resolved.fallbacks)
-        return _output(plan, result, drafts, next_tokens, resolved, trace)
 
     def _run(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> StepResult:
         return StepRun(
@@ -344,17 +337,17 @@ class DFlashWorker:
         return resolved
 
 
-def _output(
-    plan: StepPlan,
-    result: StepResult,
-    drafts: DraftedRows,
-    next_tokens: torch.Tensor,
-    resolved: ResolvedRuntime,
-    trace: bool,
-) -> StepOutput:
+def _host_values(result: StepResult) -> torch.Tensor:
+    """What the host keeps of a step: see `DecodeOutputs`."""
     rows = result.rows
-    return StepOutput(
-        request_ids=tuple(None if request is None else request.request_id for request in plan.requests),
+    return torch.stack((rows.context_lens, rows.num_valid_drafts, rows.num_dropped))
+
+
+def _decode_outputs(
+    result: StepResult, drafts: DraftedRows, next_tokens: torch.Tensor, host_values: torch.Tensor
+) -> DecodeOutputs:
+    rows = result.rows
+    return DecodeOutputs(
         committed_tokens=rows.committed_tokens,
         num_accepted=rows.num_accepted,
         num_committed=rows.num_committed,
@@ -364,8 +357,7 @@ def _output(
         num_valid_drafts=rows.num_valid_drafts,
         confidence=drafts.confidence,
         num_dropped=rows.num_dropped,
-        runtime=resolved,
-        trace=StepTrace(context=result.context, draft=result.draft) if trace else None,
+        host_values=host_values,
     )
 
 

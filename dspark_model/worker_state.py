@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark_model.ops import SlotDrafts
+from dspark_model.ops import SlotDrafts, SlotTables
 
 
 @dataclass(slots=True)
@@ -60,6 +60,17 @@ class SlotState:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors())
+
+    def tables(self, page_table: torch.Tensor, num_pages: torch.Tensor) -> SlotTables:
+        """What a step reads, with the slots' pages int32 [S, P] and int64 [S]."""
+        return SlotTables(
+            context_lens=self.context_lens,
+            draft_tokens=self.draft_tokens,
+            num_valid_drafts=self.num_valid_drafts,
+            max_context=self.max_context,
+            page_table=page_table,
+            num_pages=num_pages,
+        )
 
     def drafts(self) -> SlotDrafts:
         """What a step replaces."""

@@ -84,9 +84,7 @@ def bookkeeping(worker: DFlashWorker, rows: GenerationRows, *, fused: bool) -> C
     model, pool, state, batch = worker.model, worker.pool, worker._slots, len(rows.request_ids)
     device, layers, width = model.device, model.config.num_hidden_layers, model.config.latent_dim
     slots = torch.tensor([worker.slot_of(key) for key in rows.request_ids], device=device)
-    tables = ops.SlotTables(
-        state.context_lens, state.draft_tokens, state.num_valid_drafts, state.max_context, pool.page_table, pool.num_pages
-    )
+    tables = state.tables(pool.page_table, pool.num_pages)
     none = torch.empty(0, dtype=torch.int64, device=device)
     given = ops.GivenRows(none, none)
     draw = torch.Generator(device).manual_seed(4)
