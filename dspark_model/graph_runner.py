@@ -1,7 +1,9 @@
 """Captured decode steps: CUDA graphs of pure generation steps, replayed with other requests, lengths and pages."""
 
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 import torch
@@ -149,9 +151,22 @@ class GraphRunner:
                 step()
         current.wait_stream(warm)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with _collector_at_rest(), torch.cuda.graph(graph, pool=self._memory):
             outputs = step()
         return outputs, graph.replay
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Python's collector does not run meanwhile: another graph that it frees in the middle of a capture ends that capture with
+    cudaErrorStreamCaptureInvalidated (seen once in 1,397 cases of the switch matrix)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _record_eagerly(step: Callable[[], DecodeOutputs]) -> tuple[DecodeOutputs, Callable[[], None]]:

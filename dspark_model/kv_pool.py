@@ -55,7 +55,8 @@ class PagedLatents:
         row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.
         self.page_table[slot].copy_(row, non_blocking=True)
-        self.num_pages[slot] = len(pages)
+        # Not by assignment, which waits for the device.
+        self.num_pages[slot].fill_(len(pages))
 
 
 class LatentKVPool(PagedLatents):
@@ -127,10 +128,13 @@ class LatentKVPool(PagedLatents):
             self._copy_rows(prefix.tail_page, self._pages[slot][-1], prefix.num_tokens % self.config.page_size)
         self._set_pages(slot, self._pages[slot])
 
-    def begin_step(self, rows: Mapping[int, int], block_table: torch.Tensor | None) -> dict[int, int]:
+    def begin_step(
+        self, rows: Mapping[int, int], block_table: torch.Tensor | None, *, read_values: bool = True, fused: bool = False
+    ) -> dict[int, int]:
         """Make sure that each slot has pages for that many rows; returns what `cancel_step` needs to undo it.
 
-        Cannot fail for rows within what `open` promised.
+        Cannot fail for rows within what `open` promised, and never waits for the device; the options are for pools that take a
+        table.
         """
         if block_table is not None:
             raise ValueError("block_table was given, but this pool allocates its own pages; leave it out")
@@ -218,6 +222,10 @@ class ExternalLatentPool(PagedLatents):
             raise ValueError(f"divisor is {divisor!r}, wanted a whole number of at least 1 (encoded offset = page x divisor)")
         super().__init__(config, drafter, layer_views)
         self.divisor = divisor
+        # Of the last step, at fixed addresses, so that a step allocates nothing: its slots and their rows before it.
+        self._slots = torch.zeros(config.max_requests, dtype=torch.int64, device=self.device)
+        self._host_slots: list[int] = []
+        self._table_before, self._counts_before = torch.zeros_like(self.page_table), torch.zeros_like(self.num_pages)
 
     def open(self, slot: int, max_rows: int, prefix: PrefixHandle | None, what: str) -> None:
         """Start with no page; the engine's table comes with each step."""
@@ -225,14 +233,19 @@ class ExternalLatentPool(PagedLatents):
             raise ValueError("the outside engine shares the pages of an external pool; pass no prefix")
         self._set_pages(slot, ())
 
-    def begin_step(self, rows: Mapping[int, int], block_table: torch.Tensor | None) -> dict[int, torch.Tensor]:
+    def begin_step(
+        self, rows: Mapping[int, int], block_table: torch.Tensor | None, *, read_values: bool = True, fused: bool = False
+    ) -> int:
         """Take over the engine's table for the step's slots, in the order of `rows`; a step without any needs none.
+
+        read_values: False does not wait for the device; a page that the pool does not have then counts as none, and so does
+        what stands behind it.  fused: see `ops.refresh_block_table`.
 
         Raises:
             ValueError: the table is missing, has another number of rows, or names pages that the pool does not have.
         """
         if block_table is None and not rows:
-            return {}
+            return 0
         if block_table is None:
             raise ValueError("an external pool needs StepInput.block_table, the encoded offsets of the step's requests")
         if block_table.ndim != 2 or block_table.shape[0] != len(rows) or block_table.dtype.is_floating_point:
@@ -241,26 +254,36 @@ class ExternalLatentPool(PagedLatents):
                 "one row per request of the step, context requests first, dummy rows left out"
             )
         block_table = block_table.to(self.device)
+        limit = self.layer_views[0].shape[0]
+        if read_values:
+            self._check_table(block_table, limit)
+        slots = self._use_slots(list(rows))
+        torch.index_select(self.page_table, 0, slots, out=self._table_before[: len(rows)])
+        torch.index_select(self.num_pages, 0, slots, out=self._counts_before[: len(rows)])
+        ops.refresh_block_table(block_table, self.divisor, limit, slots, self.page_table, self.num_pages, fused=fused)
+        return len(rows)
+
+    def _check_table(self, block_table: torch.Tensor, limit: int) -> None:
         num_pages, table = ops.decode_block_table(block_table, self.divisor)
         # Judged by the encoded values: the table's int32 would wrap a huge one around to a page that exists.
         named = torch.arange(table.shape[1], device=self.device) < num_pages[:, None]
         highest = torch.where(named, block_table, -1).max().item() // self.divisor if table.numel() else -1
-        limit = self.layer_views[0].shape[0]
         if highest >= limit:
             raise ValueError(f"block_table names page {highest}, but the pool has {limit}; check the divisor")
-        width = min(table.shape[1], self.page_table.shape[1])
-        before = {}
-        for index, slot in enumerate(rows):
-            before[slot] = self.page_table[slot].clone()
-            self.page_table[slot] = -1
-            self.page_table[slot, :width] = table[index, :width]
-            self.num_pages[slot] = num_pages[index].clamp(max=width)
-        return before
 
-    def cancel_step(self, before: dict[int, torch.Tensor]) -> None:
-        for slot, row in before.items():
-            self.page_table[slot] = row
-            self.num_pages[slot] = (row >= 0).sum()
+    def _use_slots(self, slots: list[int]) -> torch.Tensor:
+        """The step's slots on the device, int64."""
+        if slots != self._host_slots:
+            fresh = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            self._slots[: len(slots)].copy_(fresh, non_blocking=True)
+            self._host_slots = slots
+        return self._slots[: len(slots)]
+
+    def cancel_step(self, before: int) -> None:
+        """Undo the last `begin_step`, which returned `before`."""
+        slots = self._slots[:before]
+        self.page_table[slots] = self._table_before[:before]
+        self.num_pages[slots] = self._counts_before[:before]
 
     def close(self, slot: int) -> None:
         self._set_pages(slot, ())

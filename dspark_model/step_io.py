@@ -88,7 +88,8 @@ class StepOutput:
     num_valid_drafts: int64 [B], drafts that may be verified; fewer than K close to the request's limit, 0 for a chunk that
         is not the last and for dummy rows.
     confidence: float32 [B, K], the estimate of P(draft k stands | those before it stand); None without that head.
-    num_dropped: int64 [B], committed rows that no page was there for (external pools only).
+    num_dropped: int64 [B], committed rows that no page was there for (external pools only), or the whole verdict of a captured
+        step that ends in a token id outside the vocabulary.
     runtime: what the step ran with, and why.  trace: None unless asked for.
     """
 

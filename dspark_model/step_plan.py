@@ -40,7 +40,8 @@ class StepChecker:
         self._device = device
 
     def plan(self, step_input: StepInput, known: Mapping[Hashable, RequestState], *, read_values: bool = True) -> StepPlan:
-        """read_values: False leaves out the checks that would wait for the device; token ids are then the caller's word.
+        """read_values: False leaves out the checks that would wait for the device; `ops.step_prologue` then drops a verdict
+        that ends in an id outside the vocabulary.
 
         Raises:
         KeyError: a request id is not admitted.
@@ -56,8 +57,8 @@ class StepChecker:
                 raise KeyError(f"request {request_id!r} is not admitted; call worker.admit first (admitted: {list(known)})")
             if known[request_id].num_dropped:
                 raise ValueError(
-                    f"request {request_id!r}: {known[request_id].num_dropped} rows of it had no page and were dropped, so that "
-                    "its context has a gap; release it and admit it again"
+                    f"request {request_id!r}: {known[request_id].num_dropped} rows of it had no page, or came with a token id "
+                    "outside the vocabulary, and were dropped, so that its context has a gap; release it and admit it again"
                 )
         if len(set(live)) != len(live):
             twice = sorted({str(request_id) for request_id in live if live.count(request_id) > 1})

@@ -81,6 +81,7 @@ class DFlashWorker:
         rows = draft_rows(model.config, self.num_drafts)
         self._shape = BlockShape(
             num_drafts=self.num_drafts,
+            vocab_size=model.config.vocab_size,
             rows=self.block_rows,
             first_draft_row=rows.start,
             page_size=pool.config.page_size,
@@ -215,8 +216,9 @@ class DFlashWorker:
         A step that raises changes nothing: lengths, drafts and pages are as before, and it can be sent again.
 
         With `cuda_graph` on, a pure generation step with exact verdicts of uniform width is captured once and then replayed:
-        it returns before it is done, its token ids are not checked, and its output tensors are overwritten by the next replay
-        of the same batch size.
+        it returns before it is done, and its output tensors are overwritten by the next replay of the same batch size.  A token
+        id outside the vocabulary, or a page that an external pool does not have, then drops the rows concerned and ends that
+        request (`num_dropped`) instead of raising.
         """
         resolved = self.resolved if runtime is None else self._resolve(runtime)
         if resolved.takes("cuda_graph"):
@@ -232,7 +234,8 @@ class DFlashWorker:
         near_the_limit = any(self._requests[k].length_bound(rows_per_step) >= self._requests[k].max_context for k in keys)
         self._in_flight.settle(wait=near_the_limit)
         plan = self._checker.plan(step_input, self._requests, read_values=False)
-        before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
+        fused = resolved.takes("fused_prologue")
+        before = self.pool.begin_step(plan.rows_needed, step_input.block_table, read_values=False, fused=fused)
         try:
             outputs = self._graphs.run(plan, resolved)
         except BaseException:
@@ -251,7 +254,8 @@ class DFlashWorker:
     def _step_eager(self, step_input: StepInput, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
         self.synchronize()
         plan = self._checker.plan(step_input, self._requests)
-        before = self.pool.begin_step(plan.rows_needed, step_input.block_table)
+        fused = resolved.takes("fused_prologue")
+        before = self.pool.begin_step(plan.rows_needed, step_input.block_table, fused=fused)
         try:
             slots = [NO_TOKEN if request is None else request.slot for request in plan.requests]
             result = self._run(plan, torch.tensor(slots, dtype=torch.int64, device=self.model.device), resolved)
@@ -262,7 +266,7 @@ class DFlashWorker:
         except BaseException:
             self.pool.cancel_step(before)
             raise
-        next_tokens = self._commit(plan, result, drafts, fused=resolved.takes("fused_prologue"))
+        next_tokens = self._commit(plan, result, drafts, fused=fused)
         for index, request in enumerate(plan.requests):
             if request is not None:
                 request.length, request.num_valid_drafts = lengths[index], valid[index]

@@ -13,8 +13,9 @@ class RequestState:
     """Host side of one request.
 
     length: context rows in the pool.  num_valid_drafts: drafts of the last step that may be verified.  num_dropped: committed
-    rows that had no page.  drafting: whether it has been drafted for, so that generation rows may follow.  in_flight: steps
-    whose results the host has not seen yet; the other counts are those before them.
+    rows that had no page or came with an id outside the vocabulary.  drafting: whether it has been drafted for, so that
+    generation rows may follow.  in_flight: steps whose results the host has not seen yet; the other counts are those before
+    them.
     """
 
     request_id: Hashable

@@ -215,9 +215,27 @@ MUTANTS = (
         "ops/test_decode_block_table.py::test_page_0_is_a_page_and_nothing_counts_behind_the_first_gap",
     ),
     Mutant(
+        "kernel_commits_ids_outside_the_vocabulary", "kernels/dspark_kernels/triton/step_prologue.py",
+        "stands = live & (final >= 0) & (final < vocab_size)",
+        "stands = live & (final >= 0)",
+        "ops/test_step_prologue.py::test_a_verdict_that_ends_outside_the_vocabulary_is_void[3-8]",
+    ),
+    Mutant(
+        "kernel_takes_pages_that_are_not_there", "kernels/dspark_kernels/triton/decode_block_table.py",
+        "absent = (value < 0) | (value // divisor >= limit)",
+        "absent = value < 0",
+        "ops/test_decode_block_table.py::test_pages_past_the_limit_are_none",
+    ),
+    Mutant(
+        "kernel_refreshes_other_slots", "kernels/dspark_kernels/triton/decode_block_table.py",
+        "slot = tl.load(slots_ptr + row) if SLOTS else row",
+        "slot = row",
+        "ops/test_decode_block_table.py::test_refresh_writes_the_rows_of_its_slots[9-6]",
+    ),
+    Mutant(
         "kernel_sees_the_last_tiles_gap_alone", "kernels/dspark_kernels/triton/decode_block_table.py",
-        "tl.minimum(first_absent, tl.where((value < 0) & (at < width), at, width))",
-        "tl.where((value < 0) & (at < width), at, width).to(tl.int64)",
+        "tl.minimum(first_absent, tl.where(absent & (at < used), at, used))",
+        "tl.where(absent & (at < used), at, used).to(tl.int64)",
         "ops/test_decode_block_table.py::test_rows_wider_than_one_tile_of_the_kernel[1025]",
     ),
     Mutant(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dspark_model import ContextChunk, DFlashWorker, DrafterConfig, GenerationRows, LatentKVPool, PoolConfig, StepInput
+from dspark_model.kv_pool import ExternalLatentPool, PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.serving_config import Layout, RuntimeConfig
 from dspark_model.step_io import StepOutput
@@ -113,6 +114,25 @@ def make_worker(
     return DFlashWorker(model, pool, runtime, graph_batch_sizes=range(1, max_requests + 1))
 
 
+DIVISOR = 3  # of the encoded offsets of lent pages
+
+
+def make_lent_worker(model: MLADSparkForCausalLM, runtime: RuntimeConfig, *, page_size: int = PAGE) -> DFlashWorker:
+    """As `make_worker`, in a pool of an outside engine, with a gap behind the layers of each page."""
+    pages, layers, width = 160, model.config.num_hidden_layers, model.config.latent_dim
+    memory = torch.arange(pages * (layers + 1) * page_size * width, device=model.device) % 251 - 120
+    views = memory.to(model.dtype).view(pages, layers + 1, page_size, width).unbind(1)[:layers]
+    config = PoolConfig(page_size=page_size, num_pages=pages, max_requests=12, max_positions=12 * page_size)
+    pool = ExternalLatentPool(config, model.config, views, divisor=DIVISOR)
+    return DFlashWorker(model, pool, runtime, graph_batch_sizes=range(1, 13))
+
+
+def all_bytes(pool: PagedLatents) -> torch.Tensor:
+    """The whole memory that a pool's pages lie in."""
+    view = pool.layer_views[0]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(view.untyped_storage())
+
+
 def switch_sets(profile: str) -> list[tuple[str, ...]]:
     """Every set of the exact switches that a profile has, but the empty one."""
     names = switches_of(profile)
@@ -136,15 +156,20 @@ class Duel:
         self.plain, self.fast, self.config = plain, fast, plain.model.config
         self.draw = torch.Generator().manual_seed(seed)
         self.drafts: dict[Hashable, list[int]] = {}
+        self.lent: dict[Hashable, torch.Tensor] = {}
+        self.free = torch.randperm(plain.pool.config.num_pages, generator=self.draw).tolist()
         self.steps = 0
 
     def run(self, script: list) -> None:
         """Follow a script of operations."""
         for operation in script:
             if isinstance(operation, Admit):
+                pages = [self.free.pop(0) for _ in range(14)] if isinstance(self.plain.pool, ExternalLatentPool) else []
+                self.lent[operation.key] = torch.tensor([page * DIVISOR for page in pages] + [-1, 0])
                 for worker in (self.plain, self.fast):
                     worker.admit(operation.key, max_context=operation.max_context)
             elif isinstance(operation, Release):
+                self.free += (self.lent[operation.key][:-2] // DIVISOR).tolist()
                 for worker in (self.plain, self.fast):
                     worker.release(operation.key)
             else:
@@ -176,8 +201,11 @@ class Duel:
             for key, (start, end, last) in step.prefill.items()
         ]
         keys = [key for key, _ in step.accepts]
+        live = [*step.prefill, *(key for key in keys if key is not DUMMY)]
+        tables = torch.stack([self.lent[key] for key in live]).to(self.plain.model.device)
+        block_table = tables if isinstance(self.plain.pool, ExternalLatentPool) else None
         if not keys:
-            return StepInput(context=context)
+            return StepInput(context=context, block_table=block_table)
         width = self.plain.num_drafts + 1
         hidden = self._hidden(len(keys), width)
         tokens = torch.full((len(keys), width), -(2**40), dtype=torch.int64)
@@ -189,7 +217,7 @@ class Duel:
             other = (drafts + 1 + torch.arange(width)) % self.config.vocab_size
             tokens[row] = torch.where(torch.arange(width) < accepted, drafts, other)
         rows = GenerationRows(request_ids=keys, target_hidden=hidden, target_tokens=tokens.to(hidden.device))
-        return StepInput(context=context, generation=rows)
+        return StepInput(context=context, generation=rows, block_table=block_table)
 
 
 def compare_outputs(ours: StepOutput, theirs: StepOutput, where: str) -> None:
@@ -202,7 +230,7 @@ def compare_outputs(ours: StepOutput, theirs: StepOutput, where: str) -> None:
 
 def compare_state(ours: DFlashWorker, theirs: DFlashWorker, where: str) -> None:
     """The whole pool, the page tables, every slot and the host's records."""
-    assert_bitwise_equal(ours.pool.storage, theirs.pool.storage, f"{where}, pool")
+    assert_bitwise_equal(all_bytes(ours.pool), all_bytes(theirs.pool), f"{where}, pool")
     assert_bitwise_equal(ours.pool.page_table, theirs.pool.page_table, f"{where}, page table")
     assert_bitwise_equal(ours.pool.num_pages, theirs.pool.num_pages, f"{where}, page counts")
     for name, tensor in vars(ours._slots).items():

@@ -64,6 +64,7 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
         ops.decode_block_table(integers(batch, 2, 9, dtype=dtype)[:, 0], 1, fused=True)
         ops.decode_block_table(integers(batch, 9, dtype=dtype), LAYERS, fused=True)
     ops.decode_block_table(integers(batch, 5000), 1 << 33, fused=True)
+    ops.refresh_block_table(integers(batch, 9), LAYERS, 2, slots, table, lens, fused=True)
     for given in (0, 1, batch):
         ops.step_prologue(
             slots,
@@ -71,7 +72,7 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
             ops.GivenRows(integers(given), integers(given)),
             integers(DRAFTS + 1, batch - given).T,
             torch.zeros(99, ROPE),
-            ops.BlockShape(DRAFTS, rows, rows - DRAFTS, PAGE, 163838),
+            ops.BlockShape(DRAFTS, 163840, rows, rows - DRAFTS, PAGE, 163838),
             fused=True,
         )
     state = ops.SlotDrafts(lens, lens, lens, integers(SLOTS, DRAFTS))

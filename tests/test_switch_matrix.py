@@ -11,6 +11,8 @@ from switch_matrix import (
     PROFILES,
     SCENARIOS,
     Duel,
+    Step,
+    make_lent_worker,
     make_worker,
     small_model,
     switch_sets,
@@ -53,6 +55,50 @@ def test_matrix(profile, scenario, switches, batch, layout):
     assert {name for name in EXACT_SWITCHES if fast.resolved.takes(name)} == set(switches)
     assert not any(plain.resolved.takes(name) for name in EXACT_SWITCHES)
     assert (fast.num_replays > 0) == ("cuda_graph" in switches)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_matrix_on_pages_of_an_outside_engine(scenario):
+    model, runtimes = small_model(device=DEVICE), (with_switches((), "triton"), with_switches(ALL, "triton"))
+    duel = Duel(*(make_lent_worker(model, runtime) for runtime in runtimes))
+    duel.run(SCENARIOS[scenario](2, PAGE))
+    assert duel.fast.num_replays > 0
+
+
+@pytest.mark.parametrize("switches", [("cuda_graph",), ("cuda_graph", "fused_prologue")], ids="+".join)
+@pytest.mark.parametrize("token", [-1, -(2**40), "vocab_size", 2**40])
+def test_a_captured_step_drops_a_verdict_outside_the_vocabulary(switches, token):
+    duel, steps = started(switches)
+    step_input = duel._input(steps[0])
+    plain = duel.plain.step(step_input)
+    accepted = int(plain.num_accepted[0])
+    tokens = step_input.generation.target_tokens
+    tokens[0, accepted] = duel.config.vocab_size if token == "vocab_size" else token
+    before = duel.fast.context_length(0)
+    output = duel.fast.step(step_input)
+    assert output.num_dropped.tolist() == [accepted + 1, 0]
+    assert output.num_committed[0] == output.num_valid_drafts[0] == 0 and duel.fast.context_length(0) == before
+    for name in ("committed_tokens", "draft_tokens", "num_committed", "anchor"):
+        assert_bitwise_equal(getattr(output, name)[1], getattr(plain, name)[1], name)
+    with pytest.raises(ValueError, match=f"request 0: {accepted + 1} rows of it had no page, or came with a token id outside"):
+        duel.fast.step(step_input)
+    duel.fast.release(0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_captured_step_takes_a_page_that_is_not_there_for_none(fused):
+    model, switches = small_model(device=DEVICE), ("cuda_graph", "fused_prologue")[: 1 + fused]
+    worker = make_lent_worker(model, with_switches(switches))
+    duel = Duel(make_lent_worker(model, PLAIN), worker)
+    script = SCENARIOS["steady"](1, PAGE)
+    duel.run(script[:2])
+    step_input = duel._input(Step(accepts=((0, 7),)))
+    step_input.block_table[0, 1:] = 160 * 3
+    with pytest.raises(ValueError, match="names page 160, but the pool has 160"):
+        duel.plain.step(step_input)
+    output = worker.step(step_input)
+    assert (int(output.num_committed), int(output.num_dropped)) == (8, 5) and worker.context_length(0) == PAGE
+    assert worker.pool.num_pages[0] == 1
 
 
 @pytest.mark.parametrize("changes", [{"sample_from_anchor": False}, {"markov_rank": 0, "confidence_head_with_markov": False},

@@ -9,7 +9,7 @@ from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
 from dspark_model.ops.block_attention import block_attention
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.context_store import context_store
-from dspark_model.ops.decode_block_table import decode_block_table
+from dspark_model.ops.decode_block_table import decode_block_table, refresh_block_table
 from dspark_model.ops.fp32_linear import fp32_linear
 from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
@@ -53,6 +53,7 @@ __all__ = [
     "pack_weight",
     "packed_linear",
     "per_head_product",
+    "refresh_block_table",
     "rms_norm",
     "rope_rotate",
     "row_addresses",

@@ -34,9 +34,11 @@ class GivenRows:
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """num_drafts: K; rows: N of the block; first_draft_row: the row that predicts draft 0; mask_token: its id."""
+    """num_drafts: K; vocab_size: ids that a verdict may end in; rows: N of the block; first_draft_row: the row that predicts
+    draft 0; mask_token: its id."""
 
     num_drafts: int
+    vocab_size: int
     rows: int
     first_draft_row: int
     page_size: int
@@ -49,8 +51,10 @@ class StepRows:
 
     committed_tokens: int64 [B, K + 1], NO_TOKEN behind num_committed and for given and dummy rows; num_accepted,
     num_committed: int64 [B], 0 for given rows.  anchors: int64 [B], 0 for dummy rows, NO_TOKEN where nothing is drafted.
-    context_lens, num_dropped: int64 [B], see `length_advance`.  num_valid_drafts: int64 [B], drafts that may be verified: those
-    whose token lies below the request's limit and whose block row has a page, none where rows were dropped.
+    context_lens, num_dropped: int64 [B], see `length_advance`.  A verdict that ends in an id outside the vocabulary is void: all
+    its rows are dropped, nothing is committed, and the row drafts nothing, with an anchor of 0.
+    num_valid_drafts: int64 [B], drafts that may be verified: those whose token lies below the request's limit and whose block
+    row has a page, none where rows were dropped.
     block_ids: int64 [B, N], embedding rows of the block: the anchor (0 where there is none), then the mask token.
     block: the block's rows, see `block_fixup`; those of a row that drafts nothing own no page and have seq_lens 0.
     cos_sin: float32 [B, N, r], the rotations of the block's positions.
@@ -113,15 +117,20 @@ def _reference(slots, tables: SlotTables, given: GivenRows, target_tokens, cos_s
     checked = torch.where(live, tables.num_valid_drafts[at], 0)[first:]
     verdict = accept_exact(tables.draft_tokens[at][first:].clamp(min=0), checked, target_tokens)
     verified = live[first:]
+    # Accepted drafts are ids of the vocabulary; the token behind them may be anything.
+    stands = verified & (verdict.anchor >= 0) & (verdict.anchor < shape.vocab_size)
+    fresh = verdict.num_accepted + 1
     filler = torch.full((first, shape.num_drafts + 1), NO_TOKEN, dtype=torch.int64, device=slots.device)
-    committed = torch.where(verified[:, None], verdict.committed_tokens, NO_TOKEN)
+    committed = torch.where(stands[:, None], verdict.committed_tokens, NO_TOKEN)
     none = torch.zeros_like(given.num_new)
-    anchors = torch.cat((given.anchors, torch.where(verified, verdict.anchor, 0)))
+    anchors = torch.cat((given.anchors, torch.where(stands, verdict.anchor, 0)))
     old = torch.where(live, tables.context_lens[at], 0)
     num_pages = tables.num_pages[at]
-    num_new = torch.cat((given.num_new, verdict.num_accepted + 1))
+    void = torch.cat((none, torch.where(verified & ~stands, fresh, 0)))
+    num_new = torch.cat((given.num_new, torch.where(stands, fresh, 0)))
     advance = length_advance(old, num_new, num_pages * shape.page_size, live)
-    drafting = live & (anchors >= 0)
+    dropped = advance.num_dropped + void
+    drafting = live & (anchors >= 0) & (void == 0)
     page_table = tables.page_table[at]
     block = block_fixup(advance.context_lens, page_table, num_pages, drafting, rows=shape.rows, page_size=shape.page_size)
     below_limit = tables.max_context[at] - advance.context_lens - 1
@@ -131,12 +140,12 @@ def _reference(slots, tables: SlotTables, given: GivenRows, target_tokens, cos_s
     ids[:, 0] = anchors.clamp(min=0)
     return StepRows(
         committed_tokens=torch.cat((filler, committed)),
-        num_accepted=torch.cat((none, verdict.num_accepted)),
-        num_committed=torch.cat((none, torch.where(verified, verdict.num_accepted + 1, 0))),
+        num_accepted=torch.cat((none, torch.where(stands, verdict.num_accepted, 0))),
+        num_committed=torch.cat((none, torch.where(stands, fresh, 0))),
         anchors=anchors,
         context_lens=advance.context_lens,
-        num_dropped=advance.num_dropped,
-        num_valid_drafts=torch.where(drafting & (advance.num_dropped == 0), valid, 0),
+        num_dropped=dropped,
+        num_valid_drafts=torch.where(drafting & (dropped == 0), valid, 0),
         block_ids=ids,
         block=block,
         cos_sin=torch.nn.functional.embedding(block.positions, cos_sin),
@@ -181,6 +190,7 @@ def _fused(slots, tables: SlotTables, given: GivenRows, target_tokens, cos_sin, 
             owned.view(torch.uint8),
             rotations,
             batch,
+            shape.vocab_size,
             shape.mask_token,
             shape.first_draft_row,
             DRAFTS=shape.num_drafts,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_kit import DEVICE, STRIDES, strided, watched_memory
 
-from dspark_model.ops import decode_block_table
+from dspark_model.ops import decode_block_table, refresh_block_table
 from dspark_model.testing import assert_bitwise_equal
 
 
@@ -85,3 +85,34 @@ def test_rows_wider_than_one_tile_of_the_kernel(width):
 def test_one_row_of_offsets_for_all_requests():
     num_pages, _ = check(offsets([[5, 10, -1]]).expand(4, -1), 5)
     assert num_pages.tolist() == [2, 2, 2, 2]
+
+
+def test_pages_past_the_limit_are_none():
+    encoded = offsets([[0, 35, 40, 5], [39, -1, 0, 0], [40, 0, 0, 0], [2**62, 0, 0, 0]])
+    for fused in (True, False):
+        num_pages, table = decode_block_table(encoded, 5, limit=8, fused=fused)
+        assert num_pages.tolist() == [2, 1, 0, 0]
+        assert table.tolist() == [[0, 7, -1, -1], [7, -1, -1, -1], [-1] * 4, [-1] * 4]
+
+
+@pytest.mark.parametrize(("width", "table_width"), [(9, 6), (6, 9), (4, 4), (1030, 1025), (0, 3), (3, 1)])
+def test_refresh_writes_the_rows_of_its_slots(width, table_width):
+    """Equal to `decode_block_table` in the slots' rows; the other rows, and what lies around the tables, stay as they are."""
+    encoded = strided(torch.randint(-2, 30, (3, width)).to(DEVICE) * 4, "columns")
+    slots = offsets([5, 0, 2])
+    tables = [torch.full((8, table_width), 99, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    counts = [torch.full((8,), 77, dtype=torch.int64, device=DEVICE) for _ in range(2)]
+    for fused, table, count in zip((True, False), tables, counts, strict=True):
+        inner, own = table[1:-1], count[1:-1]
+        with watched_memory(encoded, slots, writes=(inner, own)):
+            refresh_block_table(encoded, 4, 25, slots, inner, own, fused=fused)
+    assert_bitwise_equal(tables[0], tables[1])
+    assert_bitwise_equal(counts[0], counts[1])
+    for row, pages in zip((6, 1, 3), encoded.tolist(), strict=True):
+        there = []
+        for value in pages[:table_width]:
+            if value < 0 or value // 4 >= 25:
+                break
+            there.append(value // 4)
+        assert tables[0][row].tolist() == there + [-1] * (table_width - len(there)) and int(counts[0][row]) == len(there)
+    assert (tables[0][[0, 2, 4, 5, 7]] == 99).all() and (counts[0][[0, 2, 4, 5, 7]] == 77).all()

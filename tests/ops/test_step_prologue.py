@@ -11,6 +11,7 @@ from dspark_model.ops import BlockShape, GivenRows, SlotTables, StepRows, step_p
 from dspark_model.testing import assert_bitwise_equal, poison_
 
 MASK_TOKEN = 9
+HUGE = 2**62
 
 
 @dataclass
@@ -49,6 +50,7 @@ def random_case(
     dummies: float = 0.2,
     table_width: int = 4,
     width: int = 6,
+    vocab_size: int = 2,
 ) -> Case:
     """Few tokens, so that drafts stand by chance; lengths, limits and pages at, before and behind each other's edges."""
     batch = given + verified
@@ -86,7 +88,7 @@ def random_case(
         given=GivenRows(torch.randint(0, drafts + 3, (given,)).to(DEVICE), anchors.to(DEVICE)),
         target_tokens=strided(target.to(DEVICE), form),
         cos_sin=random_bits(table_width * page_size + rows, width, dtype=torch.float32),
-        shape=BlockShape(drafts, rows, rows - drafts, page_size, MASK_TOKEN),
+        shape=BlockShape(drafts, vocab_size, rows, rows - drafts, page_size, MASK_TOKEN),
     )
 
 
@@ -101,7 +103,7 @@ def by_hand(case: Case) -> tuple[dict[str, list], dict[str, list]]:
     columns = {field.name: [] for field in dataclasses.fields(StepRows) if field.name not in ("block", "cos_sin")}
     block = {name: [] for name in ("positions", "pages", "offsets", "owned", "seq_lens")}
     for row, slot in enumerate(case.slots.tolist()):
-        live, committed = slot >= 0, []
+        live, committed, void = slot >= 0, [], 0
         if row < first:
             fresh, anchor = int(case.given.num_new[row]), int(case.given.anchors[row])
         else:
@@ -112,11 +114,13 @@ def by_hand(case: Case) -> tuple[dict[str, list], dict[str, list]]:
                         break
                     committed.append(wanted)
                 committed.append(target[len(committed)])
-            fresh, anchor = len(committed), committed[-1] if live else 0
+            if live and not 0 <= committed[-1] < shape.vocab_size:
+                committed, void = [], len(committed)
+            fresh, anchor = len(committed), committed[-1] if committed else 0
         capacity = num_pages[slot] * page_size if live else 0
         wanted = lens[slot] + fresh if live else 0
         length = min(wanted, capacity)
-        drafting = live and anchor >= 0
+        drafting = live and anchor >= 0 and not void
         reach = capacity if drafting else 0
         positions = list(range(length, length + rows))
         owned = [position < reach for position in positions]
@@ -130,7 +134,7 @@ def by_hand(case: Case) -> tuple[dict[str, list], dict[str, list]]:
         columns["num_committed"].append(len(committed))
         columns["anchors"].append(anchor)
         columns["context_lens"].append(length)
-        columns["num_dropped"].append(wanted - length)
+        columns["num_dropped"].append(wanted - length + void)
         columns["num_valid_drafts"].append(usable)
         columns["block_ids"].append([max(anchor, 0)] + [MASK_TOKEN] * (rows - 1))
         block["positions"].append(positions)
@@ -233,7 +237,7 @@ def test_slots_that_no_row_names_are_not_read():
         assert_bitwise_equal(tensor, flat(wanted)[name], name)
 
 
-def edge_case(length: int, limit: int, pages: int, accepted: int, first_draft_row: int = 0) -> Case:
+def edge_case(length: int, limit: int, pages: int, accepted: int, first_draft_row: int = 0, vocab_size: int = 8) -> Case:
     """One request of K = 3 whose first `accepted` drafts stand."""
     target = [[7] * accepted + [5] * (4 - accepted)]
     return Case(
@@ -249,7 +253,7 @@ def edge_case(length: int, limit: int, pages: int, accepted: int, first_draft_ro
         given=GivenRows(integers([]), integers([])),
         target_tokens=integers(target),
         cos_sin=random_bits(20, 2, dtype=torch.float32),
-        shape=BlockShape(3, 3 + first_draft_row, first_draft_row, 4, MASK_TOKEN),
+        shape=BlockShape(3, vocab_size, 3 + first_draft_row, first_draft_row, 4, MASK_TOKEN),
     )
 
 
@@ -307,7 +311,7 @@ def test_a_missing_draft_stands_for_token_0():
 
 
 def test_tokens_past_2_to_the_31_are_compared_whole():
-    case = edge_case(0, 99, 3, 1)
+    case = edge_case(0, 99, 3, 1, vocab_size=HUGE)
     case.tables.draft_tokens[0] = 2**32 + 7
     case.target_tokens[0, 3] = 2**40
     result = check(case)
@@ -315,3 +319,23 @@ def test_tokens_past_2_to_the_31_are_compared_whole():
     case.target_tokens[0, :3] = 2**32 + 7
     result = check(case)
     assert (int(result.num_accepted), int(result.anchors)) == (3, 2**40)
+
+
+@pytest.mark.parametrize("token", [-1, -(2**40), 8, 2**32 + 3, 2**62])
+@pytest.mark.parametrize("accepted", [0, 2, 3])
+def test_a_verdict_that_ends_outside_the_vocabulary_is_void(token, accepted):
+    case = edge_case(2, 99, 3, accepted)
+    case.target_tokens[0, accepted] = token
+    result = check(case)
+    assert (int(result.context_lens), int(result.num_dropped)) == (2, accepted + 1)
+    assert (int(result.num_committed), int(result.anchors), int(result.num_valid_drafts)) == (0, 0, 0)
+    assert not result.block.where.owned.any() and int(result.block.seq_lens) == 0
+
+
+def test_the_last_token_of_the_vocabulary_stands():
+    case = edge_case(0, 99, 3, 1)
+    case.target_tokens[0, 1] = 7
+    case.target_tokens[0, 2] = 2**40
+    case.tables.draft_tokens[0, 1] = 6
+    result = check(case)
+    assert (int(result.num_committed), int(result.anchors), int(result.num_dropped)) == (2, 7, 0)

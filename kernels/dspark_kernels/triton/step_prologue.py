@@ -14,8 +14,9 @@ def _place(rows, used, slot, page_table_ptr, table_width, count, PAGE_SIZE: tl.c
 
 
 @triton.jit
-def _accept(live, checked, lanes, drafts_ptr, target_ptr, target_stride, committed_ptr, DRAFTS: tl.constexpr):
-    """Accepted drafts of one request and the token behind them; stores the committed tokens, none of a dummy row."""
+def _accept(live, checked, lanes, vocab_size, drafts_ptr, target_ptr, target_stride, committed_ptr, DRAFTS: tl.constexpr):
+    """Accepted drafts of one request, the token behind them and whether it is one of the vocabulary's; stores the committed
+    tokens, none of a dummy row or in front of another token."""
     drafts = tl.load(drafts_ptr + lanes, mask=lanes < DRAFTS, other=0)
     drafts = tl.maximum(drafts, 0)
     target = tl.load(target_ptr + lanes * target_stride, mask=lanes <= DRAFTS, other=0)
@@ -23,8 +24,9 @@ def _accept(live, checked, lanes, drafts_ptr, target_ptr, target_stride, committ
     accepted = tl.min(tl.where(stands, DRAFTS, tl.minimum(lanes, DRAFTS)), 0)
     final = tl.sum(tl.where(lanes == accepted, target, 0), 0)
     tokens = tl.where(lanes < accepted, drafts, tl.where(lanes == accepted, final, -1))
-    tl.store(committed_ptr + lanes, tl.where(live, tokens, -1), mask=lanes <= DRAFTS)
-    return accepted.to(tl.int64), final
+    stands = live & (final >= 0) & (final < vocab_size)
+    tl.store(committed_ptr + lanes, tl.where(stands, tokens, -1), mask=lanes <= DRAFTS)
+    return accepted.to(tl.int64), final, stands
 
 
 @triton.jit
@@ -53,6 +55,7 @@ def step_prologue_kernel(
     owned_ptr,  # [B, N] uint8
     rotations_ptr,  # [B, N, r] float32
     batch,
+    vocab_size,
     mask_token,
     first_draft_row,
     DRAFTS: tl.constexpr,
@@ -76,19 +79,22 @@ def step_prologue_kernel(
         anchor = tl.load(chunk_anchors_ptr + row)
         fresh = tl.load(chunk_rows_ptr + row)
         committed = tl.zeros((), tl.int64)
+        void = tl.zeros((), tl.int64)
         tl.store(out + lanes, tl.full((LANES,), -1, tl.int64), mask=lanes <= DRAFTS)
     else:
         checked = tl.where(live, tl.load(valid_ptr + slot), 0)
         drafts, target = drafts_ptr + slot * DRAFTS, target_ptr + (row - num_chunks) * target_stride_row
-        accepted, anchor = _accept(live, checked, lanes, drafts, target, target_stride_column, out, DRAFTS)
-        fresh = accepted + 1
-        committed = tl.where(live, fresh, 0)
-        anchor = tl.where(live, anchor, 0)
+        accepted, anchor, stands = _accept(live, checked, lanes, vocab_size, drafts, target, target_stride_column, out, DRAFTS)
+        void = tl.where(live & (stands == 0), accepted + 1, 0)
+        fresh = tl.where(stands, accepted + 1, 0)
+        committed = fresh
+        anchor = tl.where(stands, anchor, 0)
+        accepted = tl.where(stands, accepted, 0)
 
     wanted = tl.where(live, old + fresh, 0)
     length = tl.minimum(wanted, count * PAGE_SIZE)
-    dropped = wanted - length
-    drafting = live & (anchor >= 0)
+    dropped = wanted - length + void
+    drafting = live & (anchor >= 0) & (void == 0)
     keys = tl.where(drafting, tl.minimum(length + ROWS, count * PAGE_SIZE), 0)
     below_limit = tl.load(limits_ptr + slot) - length - 1
     valid = tl.maximum(tl.minimum(tl.minimum(below_limit, keys - length - first_draft_row), DRAFTS), 0)
