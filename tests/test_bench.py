@@ -66,5 +66,6 @@ def test_counted_bytes(small):
 def test_summary_of_an_overlap():
     us = {"projection": 100.0, "window": 120.0, "serial": 220.0, "overlapped": 125.0}
     rows = [Row("overlap, idle", name, 1, 2048, Timing(value, value, value)) for name, value in us.items()]
-    assert overlap_summary(rows) == ["overlap, idle: hides 95 % of the projection, +5.0 us over the longer part"]
+    wanted = "overlap, idle: +95.0 us less than one after the other, 95 % of the projection; +5.0 us over the longer part"
+    assert overlap_summary(rows) == [wanted]
     assert rows[0].to_dict()["floor_us"] is None

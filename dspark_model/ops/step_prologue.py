@@ -51,8 +51,8 @@ class StepRows:
 
     committed_tokens: int64 [B, K + 1], NO_TOKEN behind num_committed and for given and dummy rows; num_accepted,
     num_committed: int64 [B], 0 for given rows.  anchors: int64 [B], 0 for dummy rows, NO_TOKEN where nothing is drafted.
-    context_lens, num_dropped: int64 [B], see `length_advance`.  A verdict that ends in an id outside the vocabulary is void: all
-    its rows are dropped, nothing is committed, and the row drafts nothing, with an anchor of 0.
+    context_lens, num_dropped: int64 [B], see `length_advance`.  A verdict that ends in an id outside the vocabulary is void:
+    all its rows are dropped, nothing is committed, and the row drafts nothing, with an anchor of 0.
     num_valid_drafts: int64 [B], drafts that may be verified: those whose token lies below the request's limit and whose block
     row has a page, none where rows were dropped.
     block_ids: int64 [B, N], embedding rows of the block: the anchor (0 where there is none), then the mask token.
