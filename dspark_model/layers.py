@@ -75,12 +75,7 @@ class MLAAttention(nn.Module):
         config = self.config
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(y)))
         q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        q_nope, q_pe = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-        queries = q.new_empty((*q.shape[:-1], config.latent_dim))
-        absorbed, rotary = queries.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-        ops.per_head_product(q_nope, self._kv_b_per_head()[0], out=absorbed)
-        rotary.copy_(ops.rope_rotate(q_pe, cos_sin[..., None, :]))
-        return queries
+        return ops.absorb_queries(q, self._kv_b_per_head()[0], cos_sin)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """W_UV and o_proj over attended latents [B, N, heads, kv_lora_rank]: [B, N, hidden]."""

@@ -233,6 +233,18 @@ MUTANTS = (
         "ops/test_decode_block_table.py::test_refresh_writes_the_rows_of_its_slots[9-6]",
     ),
     Mutant(
+        "kernel_turns_queries_backwards", "kernels/dspark_kernels/triton/absorb_queries.py",
+        "(even * cos - odd * sin)",
+        "(even * cos + odd * sin)",
+        "ops/test_absorb_queries.py::test_matches_float64[1-7-3-16-32-8-torch.float32-1e-05-triton]",
+    ),
+    Mutant(
+        "kernel_leaves_out_the_end_of_the_depth", "kernels/dspark_kernels/triton/per_head_product.py",
+        "for start in range(0, DEPTH, DEPTH_TILE):",
+        "for start in range(0, DEPTH_TILE, DEPTH_TILE):",
+        "ops/test_per_head_product.py::test_every_head_has_its_own_matrix[2-7-3-0-130-40-False-triton]",
+    ),
+    Mutant(
         "kernel_sees_the_last_tiles_gap_alone", "kernels/dspark_kernels/triton/decode_block_table.py",
         "tl.minimum(first_absent, tl.where(absent & (at < used), at, used))",
         "tl.where(absent & (at < used), at, used).to(tl.int64)",

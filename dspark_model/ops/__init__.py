@@ -5,6 +5,7 @@ implementation is held to it.  Rounding rule throughout: norms, weights, rotatio
 float32, and a result is rounded once, when it is stored in the tensor's dtype.
 """
 
+from dspark_model.ops.absorb_queries import absorb_queries
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
 from dspark_model.ops.block_attention import block_attention
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
@@ -37,6 +38,7 @@ __all__ = [
     "SlotDrafts",
     "SlotTables",
     "StepRows",
+    "absorb_queries",
     "accept_exact",
     "block_attention",
     "block_fixup",
