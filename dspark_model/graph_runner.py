@@ -18,19 +18,14 @@ from dspark_model.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeOutputs:
-    """What a decode step leaves for its caller, B rows; see `StepOutput`.  host_values: int64 [3, B], context lengths, valid
-    drafts, dropped rows."""
+    """What a decode step leaves for its caller, B rows; see `StepOutput`.  counts: int64 [3, B], see `StepRows`."""
 
     committed_tokens: torch.Tensor
     num_accepted: torch.Tensor
     num_committed: torch.Tensor
-    anchor: torch.Tensor
-    draft_tokens: torch.Tensor
     next_tokens: torch.Tensor
-    num_valid_drafts: torch.Tensor
     confidence: torch.Tensor | None
-    num_dropped: torch.Tensor
-    host_values: torch.Tensor
+    counts: torch.Tensor
 
     def tensors(self) -> list[torch.Tensor]:
         values = [getattr(self, field.name) for field in fields(self)]
@@ -75,8 +70,8 @@ class _Captured:
         own.target_tokens[:count].copy_(rows.target_tokens)
         self.replay()
         cut = {field.name: getattr(self.outputs, field.name) for field in fields(self.outputs)}
-        values = cut.pop("host_values")[:, :count]
-        return DecodeOutputs(**{n: None if t is None else t[:count] for n, t in cut.items()}, host_values=values)
+        counts = cut.pop("counts")[:, :count]
+        return DecodeOutputs(**{n: None if t is None else t[:count] for n, t in cut.items()}, counts=counts)
 
     def _set_slots(self, slots: list[int]) -> None:
         slots = slots + [NO_TOKEN] * (self.batch - len(slots))

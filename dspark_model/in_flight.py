@@ -10,7 +10,7 @@ from dspark_model.worker_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """requests: those of the rows, None for dummy rows; values: int64 [3, B] on the host, see `StepsInFlight.add`; arrived: the
+    """requests: those of the rows, None for dummy rows; values: int64 [3, B] on the host, see `StepRows.counts`; arrived: the
     event behind the copy, None where there is nothing to wait for."""
 
     requests: tuple[RequestState | None, ...]
@@ -31,7 +31,7 @@ class StepsInFlight:
         return len(self._pending)
 
     def add(self, requests: tuple[RequestState | None, ...], values: torch.Tensor) -> None:
-        """values: int64 [3, B] on the device: context lengths, valid drafts, dropped rows; later steps may overwrite it."""
+        """values: int64 [3, B] on the device, the step's `StepRows.counts`; later steps may overwrite it."""
         on_cuda = values.device.type == "cuda"
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_cuda)
         host.copy_(values, non_blocking=on_cuda)
@@ -52,7 +52,7 @@ class StepsInFlight:
                     return
                 first.arrived.synchronize()
             self._pending.popleft()
-            lengths, valid, dropped = first.values.tolist()
+            lengths, dropped, valid = first.values.tolist()
             for index, request in enumerate(first.requests):
                 if request is not None:
                     request.in_flight -= 1

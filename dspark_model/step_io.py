@@ -82,9 +82,8 @@ class StepOutput:
 
     committed_tokens: int64 [B, K + 1], accepted drafts and the target's own token, -1 behind num_committed.
     num_accepted, num_committed: int64 [B]; num_committed is num_accepted + 1, and 0 for chunks and dummy rows.
-    anchor: int64 [B], the token in slot 0 of the drafted block; -1 where nothing was drafted.
-    draft_tokens: int64 [B, K]; -1 where nothing was drafted.
     next_tokens: int64 [B, K + 1], what the target runs next: anchor and drafts, -1 where nothing was drafted.
+    anchor: int64 [B], the token in slot 0 of the drafted block, and draft_tokens: int64 [B, K], views of next_tokens.
     num_valid_drafts: int64 [B], drafts that may be verified; fewer than K close to the request's limit, 0 for a chunk that
         is not the last and for dummy rows.
     confidence: float32 [B, K], the estimate of P(draft k stands | those before it stand); None without that head.
@@ -97,11 +96,17 @@ class StepOutput:
     committed_tokens: torch.Tensor
     num_accepted: torch.Tensor
     num_committed: torch.Tensor
-    anchor: torch.Tensor
-    draft_tokens: torch.Tensor
     next_tokens: torch.Tensor
     num_valid_drafts: torch.Tensor
     confidence: torch.Tensor | None
     num_dropped: torch.Tensor
     runtime: ResolvedRuntime
     trace: StepTrace | None
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        return self.next_tokens[:, 0]
+
+    @property
+    def draft_tokens(self) -> torch.Tensor:
+        return self.next_tokens[:, 1:]

@@ -66,45 +66,42 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftedRows:
-    """The R drafted rows of a step spread over the B output rows: anchor int64 [B] and tokens int64 [B, K], NO_TOKEN where
-    nothing was drafted and for dummy rows; confidence float32 [B, K], 0 there, or None."""
+    """The R drafted rows of a step spread over the B output rows: tokens int64 [B, K], NO_TOKEN where nothing was drafted and
+    anything for dummy rows; confidence float32 [B, K], 0 for both, or None."""
 
-    anchor: torch.Tensor
     tokens: torch.Tensor
     confidence: torch.Tensor | None
 
     @classmethod
     def of(cls, result: StepResult, num_drafts: int) -> "DraftedRows":
-        draft, drafted, live = result.draft, result.drafted, result.slots >= 0
-        anchor = torch.where(live, result.rows.anchors, NO_TOKEN)
+        draft, drafted, batch = result.draft, result.drafted, result.slots.shape[0]
         if draft is None:
-            return cls(anchor, torch.full((live.shape[0], num_drafts), NO_TOKEN, dtype=torch.int64, device=live.device), None)
-        logits = draft.confidence_logits
-        return cls(
-            anchor=anchor,
-            tokens=_spread(draft.draft_tokens, drafted, live, NO_TOKEN),
-            confidence=None if logits is None else _spread(torch.sigmoid(logits), drafted, live, 0.0),
-        )
+            return cls(torch.full((batch, num_drafts), NO_TOKEN, dtype=torch.int64, device=result.slots.device), None)
+        tokens = _spread(draft.draft_tokens, drafted, batch, NO_TOKEN)
+        if draft.confidence_logits is None:
+            return cls(tokens, None)
+        confidence = _spread(torch.sigmoid(draft.confidence_logits), drafted, batch, 0.0)
+        return cls(tokens, torch.where(result.slots[:, None] >= 0, confidence, 0.0))
 
 
-def _spread(rows: torch.Tensor, drafted: torch.Tensor | None, live: torch.Tensor, filler: float) -> torch.Tensor:
-    """The drafted rows [R, K] as [B, K], `filler` in rows that drafted nothing and where `live` bool [B] is False; drafted:
-    int64 [R], None when R = B."""
+def _spread(rows: torch.Tensor, drafted: torch.Tensor | None, batch: int, filler: float) -> torch.Tensor:
+    """The drafted rows [R, K] as [B, K], `filler` in rows that drafted nothing; drafted: int64 [R], None when R = B."""
     if drafted is None:
-        return torch.where(live[:, None], rows, filler)
-    values = torch.full((live.shape[0], rows.shape[1]), filler, dtype=rows.dtype, device=rows.device)
+        return rows
+    values = torch.full((batch, rows.shape[1]), filler, dtype=rows.dtype, device=rows.device)
     values[drafted] = rows
-    return torch.where(live[:, None], values, filler)
+    return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Projected:
     """context: [M, hidden]; chunk_latents: of each chunk [L, n, D]; row_latents: of all K + 1 rows of the generation rows
-    [L, Bg, K + 1, D], or None."""
+    [L, Bg, K + 1, D], and row_start int64 [Bg], where they begin; None for both without such rows."""
 
     context: torch.Tensor
     chunk_latents: list[torch.Tensor]
     row_latents: torch.Tensor | None
+    row_start: torch.Tensor | None
 
 
 class StepRun:
@@ -131,9 +128,7 @@ class StepRun:
         self._context_latents = context_latents
         self._num_drafts = shape.num_drafts
         self._device = model.device
-        self._live, self._at = self._slots >= 0, self._slots.clamp(min=0)
         self._first_row = len(plan.context)
-        self._row_lens = torch.where(self._live, state.context_lens[self._at], 0)[self._first_row :]
 
     def run(self) -> StepResult:
         overlapped = self._paths.overlap_context_projection and self._plan.is_pure_generation
@@ -157,23 +152,26 @@ class StepRun:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _project(self) -> "_Projected":
-        model, contexts, chunk_latents, row_latents = self._model, [], [], None
+        model, contexts, chunk_latents, row_latents, row_start = self._model, [], [], None, None
         for chunk in self._plan.context:
             context = model.project_context(chunk.target_hidden)
             positions = chunk.start_position + torch.arange(context.shape[0], device=self._device)
-            chunk_latents.append(self._latents(context, positions))
+            chunk_latents.append(self._latents(context, self._rope.rows(positions)))
             contexts.append(context)
         if self._plan.generation is not None:
             context = model.project_context(self._plan.generation.target_hidden.flatten(0, 1))
-            positions = self._row_lens[:, None] + torch.arange(self._num_drafts + 1, device=self._device)
-            latents = self._latents(context, positions.flatten())
-            row_latents = latents.unflatten(1, positions.shape)
+            slots, lens, fused = self._slots[self._first_row :], self._state.context_lens, self._paths.fused_prologue
+            rows = ops.context_rows(slots, lens, self._rope.cos_sin, self._num_drafts + 1, fused=fused)
+            latents = self._latents(context, rows.cos_sin.flatten(0, 1))
+            row_latents, row_start = latents.unflatten(1, rows.cos_sin.shape[:2]), rows.start
             contexts.append(context)
-        empty = torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=self._device)
-        return _Projected(torch.cat([empty, *contexts]), chunk_latents, row_latents)
+        if not contexts:
+            contexts = [torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=self._device)]
+        context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
+        return _Projected(context, chunk_latents, row_latents, row_start)
 
-    def _latents(self, context: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._context_latents(context, self._rope.rows(positions), self._paths.latent_norm_rope)
+    def _latents(self, context: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        return self._context_latents(context, cos_sin, self._paths.latent_norm_rope)
 
     def _advance(self) -> StepRows:
         """Verdict, lengths and places of all rows.  Only a uniform exact verdict is part of `ops.step_prologue`; others are
@@ -194,16 +192,17 @@ class StepRun:
         return result if verdict is None else self._with_verdict(result, verdict)
 
     def _with_verdict(self, rows: StepRows, verdict: Acceptance) -> StepRows:
-        first = self._first_row
+        first, live = self._first_row, self._slots >= 0
         committed, accepted, count = rows.committed_tokens.clone(), rows.num_accepted.clone(), rows.num_committed.clone()
         committed[first:], accepted[first:] = verdict.committed_tokens, verdict.num_accepted
-        count[first:] = torch.where(self._live[first:], verdict.num_accepted + 1, 0)
+        count[first:] = torch.where(live[first:], verdict.num_accepted + 1, 0)
         return dataclasses.replace(rows, committed_tokens=committed, num_accepted=accepted, num_committed=count)
 
     def _accept(self) -> Acceptance:
         """The verdict on each generation row's drafts; dummy rows commit nothing that is used."""
         rows, state = self._plan.generation, self._state
-        slots, live = self._at[self._first_row :], self._live[self._first_row :]
+        slots = self._slots[self._first_row :]
+        slots, live = slots.clamp(min=0), slots >= 0
         checked = torch.where(live, state.num_valid_drafts[slots], 0)
         if rows.widths is not None:
             checked = torch.minimum(checked, self._integers([max(int(n) - 1, 0) for n in rows.widths]))
@@ -230,7 +229,7 @@ class StepRun:
         drawn = temperatures > 0
         target_probs = ops.tempered_softmax(logits, temperatures)
         draft_probs = verify.one_hot(drafts, logits.shape[-1])
-        slots = self._at[self._first_row :]
+        slots = self._slots[self._first_row :].clamp(min=0)
         if self._state.draft_probs is not None:
             kept = self._state.drawn[slots][:, None, None]
             draft_probs = torch.where(kept, self._state.draft_probs[slots], draft_probs)
@@ -251,7 +250,7 @@ class StepRun:
             self._store_rows(latents[:, None], start, count, self._slots[index : index + 1])
         if row_latents is not None:
             here = slice(self._first_row, None)
-            self._store_rows(row_latents, self._row_lens, rows.num_committed[here], self._slots[here])
+            self._store_rows(row_latents, projected.row_start, rows.num_committed[here], self._slots[here])
 
     def _store_rows(self, latents: torch.Tensor, start: torch.Tensor, count: torch.Tensor, slots: torch.Tensor) -> None:
         pool = self._pool
@@ -269,7 +268,7 @@ class StepRun:
 
     def _decode(self, rows: StepRows, drafted: torch.Tensor | None) -> tuple[BlockDraft, torch.Tensor | None]:
         model, pool, fused = self._model, self._pool, self._paths.fused_prologue
-        slots = self._at
+        slots = self._slots.clamp(min=0)
         if drafted is not None:
             rows, slots = rows.select(drafted), slots[drafted]
         block = BlockContext(

@@ -144,7 +144,8 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of each value, uint8 [numel, element size]."""
-    flat = tensor.detach().cpu().contiguous().flatten()
+    # A copy has no odd strides, which `view` refuses even for a single value.
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).flatten()
     return flat.view(torch.uint8).unflatten(0, (flat.numel(), flat.element_size()))
 
 

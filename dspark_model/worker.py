@@ -241,15 +241,15 @@ class DFlashWorker:
         except BaseException:
             self.pool.cancel_step(before)
             raise
-        self._in_flight.add(plan.requests, outputs.host_values)
+        self._in_flight.add(plan.requests, outputs.counts)
         return self._output(plan, outputs, resolved, None)
 
     def _decode(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> DecodeOutputs:
         """A whole decode step on the device, the slots' state included."""
         result = self._run(plan, slots, resolved)
-        drafts, host_values = DraftedRows.of(result, self.num_drafts), _host_values(result)
+        drafts = DraftedRows.of(result, self.num_drafts)
         next_tokens = self._commit_drafts(result, drafts, fused=resolved.takes("fused_prologue"))
-        return _decode_outputs(result, drafts, next_tokens, host_values)
+        return _decode_outputs(result, drafts, next_tokens)
 
     def _step_eager(self, step_input: StepInput, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
         self.synchronize()
@@ -260,9 +260,8 @@ class DFlashWorker:
             slots = [NO_TOKEN if request is None else request.slot for request in plan.requests]
             result = self._run(plan, torch.tensor(slots, dtype=torch.int64, device=self.model.device), resolved)
             drafts = DraftedRows.of(result, self.num_drafts)
-            host_values = _host_values(result)
             # Reading the lengths waits for the device, so that a failure there still finds the old state.
-            lengths, valid, dropped = host_values.tolist()
+            lengths, dropped, valid = result.rows.counts.tolist()
         except BaseException:
             self.pool.cancel_step(before)
             raise
@@ -272,7 +271,7 @@ class DFlashWorker:
                 request.length, request.num_valid_drafts = lengths[index], valid[index]
                 request.num_dropped += dropped[index]
                 request.drafting = request.drafting or index in plan.drafted
-        outputs = _decode_outputs(result, drafts, next_tokens, host_values)
+        outputs = _decode_outputs(result, drafts, next_tokens)
         kept = StepTrace(context=result.context, draft=result.draft) if trace else None
         return self._output(plan, outputs, resolved, kept)
 
@@ -283,12 +282,10 @@ class DFlashWorker:
             committed_tokens=outputs.committed_tokens,
             num_accepted=outputs.num_accepted,
             num_committed=outputs.num_committed,
-            anchor=outputs.anchor,
-            draft_tokens=outputs.draft_tokens,
             next_tokens=outputs.next_tokens,
-            num_valid_drafts=outputs.num_valid_drafts,
+            num_valid_drafts=outputs.counts[2],
             confidence=outputs.confidence,
-            num_dropped=outputs.num_dropped,
+            num_dropped=outputs.counts[1],
             runtime=resolved,
             trace=trace,
         )
@@ -310,7 +307,7 @@ class DFlashWorker:
     def _commit_drafts(self, result: StepResult, drafts: DraftedRows, *, fused: bool) -> torch.Tensor:
         rows, state = result.rows, self._slots.drafts()
         lens, valid = rows.context_lens, rows.num_valid_drafts
-        return ops.step_commit(state, result.slots, drafts.anchor, lens, valid, drafts.tokens, fused=fused)
+        return ops.step_commit(state, result.slots, rows.anchors, lens, valid, drafts.tokens, fused=fused)
 
     def _commit(self, plan: StepPlan, result: StepResult, drafts: DraftedRows, *, fused: bool) -> torch.Tensor:
         """The one place where a step changes the slots' lengths, anchors and drafts; returns the next target tokens."""
@@ -341,27 +338,15 @@ class DFlashWorker:
         return resolved
 
 
-def _host_values(result: StepResult) -> torch.Tensor:
-    """What the host keeps of a step: see `DecodeOutputs`."""
-    rows = result.rows
-    return torch.stack((rows.context_lens, rows.num_valid_drafts, rows.num_dropped))
-
-
-def _decode_outputs(
-    result: StepResult, drafts: DraftedRows, next_tokens: torch.Tensor, host_values: torch.Tensor
-) -> DecodeOutputs:
+def _decode_outputs(result: StepResult, drafts: DraftedRows, next_tokens: torch.Tensor) -> DecodeOutputs:
     rows = result.rows
     return DecodeOutputs(
         committed_tokens=rows.committed_tokens,
         num_accepted=rows.num_accepted,
         num_committed=rows.num_committed,
-        anchor=drafts.anchor,
-        draft_tokens=drafts.tokens,
         next_tokens=next_tokens,
-        num_valid_drafts=rows.num_valid_drafts,
         confidence=drafts.confidence,
-        num_dropped=rows.num_dropped,
-        host_values=host_values,
+        counts=rows.counts,
     )
 
 

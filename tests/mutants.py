@@ -18,14 +18,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "rejected_rows_are_stored", "dspark_model/step_run.py",
-        "self._store_rows(row_latents, self._row_lens, rows.num_committed[here], self._slots[here])",
-        "self._store_rows(row_latents, self._row_lens, rows.num_committed[here] * 0 + 8, self._slots[here])",
+        "self._store_rows(row_latents, projected.row_start, rows.num_committed[here], self._slots[here])",
+        "self._store_rows(row_latents, projected.row_start, rows.num_committed[here] * 0 + 8, self._slots[here])",
         "test_step_modes.py::test_only_committed_rows_are_stored[3]",
     ),
     Mutant(
-        "row_position_off_by_one", "dspark_model/step_run.py",
-        "positions = self._row_lens[:, None] + torch",
-        "positions = self._row_lens[:, None] + 1 + torch",
+        "row_position_off_by_one", "dspark_model/ops/context_rows.py",
+        "positions = start[:, None] + torch",
+        "positions = start[:, None] + 1 + torch",
         "test_step_modes.py::test_verdicts_in_both_layouts[tokens-layer_major]",
     ),
     Mutant(
@@ -243,6 +243,12 @@ MUTANTS = (
         "for start in range(0, DEPTH, DEPTH_TILE):",
         "for start in range(0, DEPTH_TILE, DEPTH_TILE):",
         "ops/test_per_head_product.py::test_every_head_has_its_own_matrix[2-7-3-0-130-40-False-triton]",
+    ),
+    Mutant(
+        "kernel_rotates_dummies_of_slot_0", "kernels/dspark_kernels/triton/context_rows.py",
+        "tl.load(context_lens_ptr + slot, mask=slot >= 0, other=0)",
+        "tl.load(context_lens_ptr + tl.maximum(slot, 0))",
+        "ops/test_context_rows.py::test_dummy_rows_start_at_0_and_read_no_slot",
     ),
     Mutant(
         "kernel_sees_the_last_tiles_gap_alone", "kernels/dspark_kernels/triton/decode_block_table.py",

@@ -9,6 +9,7 @@ from dspark_model.ops.absorb_queries import absorb_queries
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
 from dspark_model.ops.block_attention import block_attention
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
+from dspark_model.ops.context_rows import ContextRows, context_rows
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table, refresh_block_table
 from dspark_model.ops.fp32_linear import fp32_linear
@@ -30,6 +31,7 @@ __all__ = [
     "Acceptance",
     "BlockRows",
     "BlockShape",
+    "ContextRows",
     "GivenRows",
     "LengthAdvance",
     "MarkovChainOutput",
@@ -43,6 +45,7 @@ __all__ = [
     "block_attention",
     "block_fixup",
     "can_pack",
+    "context_rows",
     "context_store",
     "decode_block_table",
     "fp32_linear",

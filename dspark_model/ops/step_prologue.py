@@ -51,6 +51,7 @@ class StepRows:
 
     committed_tokens: int64 [B, K + 1], NO_TOKEN behind num_committed and for given and dummy rows; num_accepted,
     num_committed: int64 [B], 0 for given rows.  anchors: int64 [B], 0 for dummy rows, NO_TOKEN where nothing is drafted.
+    counts: int64 [3, B], context_lens, num_dropped and num_valid_drafts, which are its rows.
     context_lens, num_dropped: int64 [B], see `length_advance`.  A verdict that ends in an id outside the vocabulary is void:
     all its rows are dropped, nothing is committed, and the row drafts nothing, with an anchor of 0.
     num_valid_drafts: int64 [B], drafts that may be verified: those whose token lies below the request's limit and whose block
@@ -64,12 +65,22 @@ class StepRows:
     num_accepted: torch.Tensor
     num_committed: torch.Tensor
     anchors: torch.Tensor
-    context_lens: torch.Tensor
-    num_dropped: torch.Tensor
-    num_valid_drafts: torch.Tensor
+    counts: torch.Tensor
     block_ids: torch.Tensor
     block: BlockRows
     cos_sin: torch.Tensor
+
+    @property
+    def context_lens(self) -> torch.Tensor:
+        return self.counts[0]
+
+    @property
+    def num_dropped(self) -> torch.Tensor:
+        return self.counts[1]
+
+    @property
+    def num_valid_drafts(self) -> torch.Tensor:
+        return self.counts[2]
 
     def select(self, index: torch.Tensor) -> "StepRows":
         """The rows at int64 [R]."""
@@ -79,9 +90,7 @@ class StepRows:
             num_accepted=self.num_accepted[index],
             num_committed=self.num_committed[index],
             anchors=self.anchors[index],
-            context_lens=self.context_lens[index],
-            num_dropped=self.num_dropped[index],
-            num_valid_drafts=self.num_valid_drafts[index],
+            counts=self.counts[:, index],
             block_ids=self.block_ids[index],
             block=BlockRows(
                 positions=self.block.positions[index],
@@ -143,9 +152,7 @@ def _reference(slots, tables: SlotTables, given: GivenRows, target_tokens, cos_s
         num_accepted=torch.cat((none, torch.where(stands, verdict.num_accepted, 0))),
         num_committed=torch.cat((none, torch.where(stands, fresh, 0))),
         anchors=anchors,
-        context_lens=advance.context_lens,
-        num_dropped=dropped,
-        num_valid_drafts=torch.where(drafting & (dropped == 0), valid, 0),
+        counts=torch.stack((advance.context_lens, dropped, torch.where(drafting & (dropped == 0), valid, 0))),
         block_ids=ids,
         block=block,
         cos_sin=torch.nn.functional.embedding(block.positions, cos_sin),
@@ -201,16 +208,14 @@ def _fused(slots, tables: SlotTables, given: GivenRows, target_tokens, cos_sin, 
             WIDTH_LANES=triton.next_power_of_2(width),
             num_warps=1,
         )
-    accepted, count, anchors, lens, dropped, valid, keys = scalars.unbind(0)
+    accepted, count, anchors, *_, keys = scalars.unbind(0)
     where = RowAddresses(pages=pages, offsets=offsets, owned=owned)
     return StepRows(
         committed_tokens=committed,
         num_accepted=accepted,
         num_committed=count,
         anchors=anchors,
-        context_lens=lens,
-        num_dropped=dropped,
-        num_valid_drafts=valid,
+        counts=scalars[3:6],
         block_ids=ids,
         block=BlockRows(positions=positions, where=where, seq_lens=keys),
         cos_sin=rotations,

@@ -12,6 +12,8 @@ from dspark_model.testing import assert_bitwise_equal, poison_
 
 MASK_TOKEN = 9
 HUGE = 2**62
+COLUMNS = ("committed_tokens", "num_accepted", "num_committed", "anchors", "context_lens", "num_dropped", "num_valid_drafts",
+           "block_ids")  # fmt: skip
 
 
 @dataclass
@@ -100,7 +102,7 @@ def by_hand(case: Case) -> tuple[dict[str, list], dict[str, list]]:
         getattr(case.tables, name).tolist()
         for name in ("context_lens", "draft_tokens", "num_valid_drafts", "max_context", "page_table", "num_pages")
     )
-    columns = {field.name: [] for field in dataclasses.fields(StepRows) if field.name not in ("block", "cos_sin")}
+    columns = {name: [] for name in COLUMNS}
     block = {name: [] for name in ("positions", "pages", "offsets", "owned", "seq_lens")}
     for row, slot in enumerate(case.slots.tolist()):
         live, committed, void = slot >= 0, [], 0
