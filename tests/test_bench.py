@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dspark_model.bench.k3_rank import k3_rank_config, random_drafter
+from dspark_model.bench.kernel_profile import KernelTime, kernel_times, table
 from dspark_model.bench.step_cases import Row, bookkeeping, overlap_summary, started_worker, step_bytes, target_rows
 from dspark_model.bench.timing import Timing
 from dspark_model.serving_config import RuntimeConfig
@@ -69,3 +70,11 @@ def test_summary_of_an_overlap():
     wanted = "overlap, idle: +95.0 us less than one after the other, 95 % of the projection; +5.0 us over the longer part"
     assert overlap_summary(rows) == [wanted]
     assert rows[0].to_dict()["floor_us"] is None
+
+
+def test_kernels_of_a_trace_are_summed_by_name():
+    events = [{"cat": "kernel", "name": "a", "dur": 2.0}, {"cat": "cpu_op", "name": "a", "dur": 9.0}, {"name": "meta"}]
+    events += [{"cat": "kernel", "name": "a", "dur": 4.0}, {"cat": "gpu_memcpy", "name": "copy", "dur": 10.0}]
+    rows = kernel_times(events * 2, 2)
+    assert rows == [KernelTime("copy", 1, 10.0), KernelTime("a", 2, 6.0)]
+    assert table(rows, most=1).splitlines() == ["     10.0 us    1 x  copy", "     16.0 us    3 x  all"]

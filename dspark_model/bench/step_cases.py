@@ -153,17 +153,30 @@ def overlap_summary(rows: list[Row]) -> list[str]:
 
 
 def _windows(worker: DFlashWorker, rows: GenerationRows, project: Callable) -> dict[str, Callable[[], object]]:
-    """Idle spins as long as the projection and short, the real bookkeeping, and a copy that saturates the memory."""
-    device, cycles = worker.model.device, 200_000
-    graphs = {"spin": capture(lambda: torch.cuda._sleep(cycles)), "project": capture(project)}
+    """Idle time as long as the projection and short, the real bookkeeping, and a copy that saturates the memory.
+
+    Idle is a copy from the host, which occupies no multiprocessor.  A spinning kernel occupies one: then a block of the product
+    that needs all of its shared memory waits for it.
+    """
+    device, cycles, size = worker.model.device, 200_000, 8 * 2**20
+    host = torch.empty(32 * 2**20, dtype=torch.uint8, pin_memory=True)
+    received = torch.empty_like(host, device=device)
+    works = {
+        "spin": lambda: torch.cuda._sleep(cycles),
+        "receive": lambda: received[:size].copy_(host[:size], non_blocking=True),
+        "project": project,
+    }
+    graphs = {name: capture(work) for name, work in works.items()}
     us = {name: timing.median_us for name, timing in time_interleaved({n: g.replay for n, g in graphs.items()}).items()}
-    as_long = int(cycles * us["project"] / us["spin"])
+    cycles, size = int(cycles * us["project"] / us["spin"]), min(host.numel(), int(size * us["project"] / us["receive"]))
     source = torch.empty(300 * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     accept = bookkeeping(worker, rows, fused=True)
     return {
-        "idle, as long": lambda: torch.cuda._sleep(as_long),
-        "idle, 5 us": lambda: torch.cuda._sleep(9_000),
+        "idle, as long": lambda: received[:size].copy_(host[:size], non_blocking=True),
+        "idle, short": lambda: received[:4096].copy_(host[:4096], non_blocking=True),
+        "spin, as long": lambda: torch.cuda._sleep(cycles),
+        "spin, 5 us": lambda: torch.cuda._sleep(9_000),
         "bookkeeping": accept,
         "memory": lambda: target.copy_(source),
     }
