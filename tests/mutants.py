@@ -251,6 +251,12 @@ MUTANTS = (
         "ops/test_context_rows.py::test_dummy_rows_start_at_0_and_read_no_slot",
     ),
     Mutant(
+        "kernel_norms_by_the_padded_width", "kernels/dspark_kernels/triton/rms_norm.py",
+        "tl.sum(x * x, 0) / WIDTH",
+        "tl.sum(x * x, 0) / LANES",
+        "ops/test_rms_norm.py::test_matches_float64_to_one_rounding[1e-06-(3, 7)-triton-torch.float32]",
+    ),
+    Mutant(
         "kernel_sees_the_last_tiles_gap_alone", "kernels/dspark_kernels/triton/decode_block_table.py",
         "tl.minimum(first_absent, tl.where(absent & (at < used), at, used))",
         "tl.where(absent & (at < used), at, used).to(tl.int64)",

@@ -61,6 +61,7 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
     queries = ops.absorb_queries(q, kv_b[:, :128], torch.zeros(batch, rows, 64), backend="triton")
     ops.per_head_product(queries[..., :512], kv_b[:, 128:].mT, out=q[..., :128], backend="triton")
     hidden = torch.zeros(8, HIDDEN, dtype=torch.bfloat16)
+    ops.rms_norm(hidden, hidden[0], 1e-5, backend="triton")
     ops.noise_block(slots, hidden, hidden[0], rows, fused=True)
     ops.noise_block(slots, hidden, hidden[0], rows, vocab_start=8, with_mask=False, fused=True)
     for dtype in (torch.int32, torch.int64):
