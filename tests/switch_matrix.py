@@ -163,7 +163,8 @@ class Duel:
     def _step(self, step: Step) -> None:
         step_input = self._input(step)
         ours, theirs = self.fast.step(step_input), self.plain.step(step_input)
-        self.fast.synchronize()
+        for worker in (self.plain, self.fast):
+            worker.synchronize()
         self.steps += 1
         compare_outputs(ours, theirs, f"step {self.steps}")
         compare_state(self.fast, self.plain, f"step {self.steps}")
