@@ -169,7 +169,7 @@ if importlib.util.find_spec("cutlass"):
 
 def decode_late_block(paths: BlockPaths, side: type[SideStream] | None) -> list[torch.Tensor]:
     """Final rows and pool of a block of 4 requests whose input rows are written late on the main stream, into zeros; `side`
-    takes the latents of each layer.  The streams are about 10 ms late, far more than the host needs to launch the whole block."""
+    takes the latents of each layer.  Streams are about 10 ms late, far more than the host needs to launch the block."""
     model = small_model(device="cuda")
     worker = make_worker(model, PLAIN, Layout.PAGE_MAJOR)
     model.merge_qkv_a()
