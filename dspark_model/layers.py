@@ -62,7 +62,8 @@ class MLAAttention(nn.Module):
         among those of all layers, which `ContextLatents` needs side by side, and is copied: after a change of it call this
         again."""
         q, kv = self.q_a_proj.weight.detach(), self.kv_a_proj_with_mqa.weight.detach()
-        with torch.inference_mode(False):  # so that the weights stay ordinary tensors wherever a worker is made
+        # So that ordinary weights stay ordinary tensors, wherever a worker is made, and inference tensors stay those.
+        with torch.inference_mode(q.is_inference()):
             if self._qkv_a_weight is None or self._qkv_a_weight.data_ptr() != q.data_ptr():
                 self._qkv_a_weight = torch.cat((q, kv))
                 self.q_a_proj.weight.data = self._qkv_a_weight[: q.shape[0]]

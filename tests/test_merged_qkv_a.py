@@ -83,6 +83,18 @@ def test_weights_are_the_checkpoints_and_q_a_is_held_once(tmp_path):
         assert_bitwise_equal(tensor, before[name], name)
 
 
+@pytest.mark.parametrize("worker_inside", [False, True])
+@pytest.mark.parametrize("model_inside", [False, True])
+def test_models_and_workers_may_be_made_in_inference_mode(model_inside, worker_inside):
+    with torch.inference_mode(model_inside):
+        model = small_model(device=DEVICE)
+    for _ in range(2):
+        with torch.inference_mode(worker_inside):
+            prefilled(model, MERGED)
+            prefilled(model, RuntimeConfig.plain())
+    assert model.layers[0].self_attn.q_a_proj.weight.is_inference() == model_inside
+
+
 def test_later_workers_find_the_joined_weights_and_take_over_changes():
     model = small_model(device=DEVICE)
     worker_of(model)
