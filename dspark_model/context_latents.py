@@ -41,7 +41,9 @@ def _join(weights: list[nn.Parameter]) -> torch.Tensor:
     places = [(w.untyped_storage().data_ptr(), w.storage_offset()) for w in weights]
     if places == [(storage, start + index * size) for index in range(len(weights))]:
         return first.detach().as_strided((len(weights), *first.shape), (size, *first.stride()))
-    joined = torch.stack([weight.detach() for weight in weights])
-    for weight, own in zip(weights, joined, strict=True):
-        weight.data = own
+    # Ordinary weights stay ordinary tensors, wherever a worker is made, and inference tensors stay those.
+    with torch.inference_mode(first.is_inference()):
+        joined = torch.stack([weight.detach() for weight in weights])
+        for weight, own in zip(weights, joined, strict=True):
+            weight.data = own
     return joined

@@ -7,6 +7,7 @@ import torch
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import PoolGeometry
+from dspark_model.packing import PackedLinear
 from dspark_model.runtime import Obstacle
 
 
@@ -21,6 +22,21 @@ def triton_obstacle(device: torch.device) -> Obstacle | None:
     if triton.knobs.runtime.interpret:
         return Obstacle(f"the model is on {device}, where its kernels run in Triton's interpreter", avoidable=True)
     return Obstacle(f"its kernels run on a CUDA device, and the model is on {device}")
+
+
+def cute_obstacle(device: torch.device) -> Obstacle | None:
+    """Why CuTe DSL kernels cannot run on `device`."""
+    if importlib.util.find_spec("cutlass") is None:
+        return Obstacle("nvidia-cutlass-dsl is not installed; install dspark_model[gpu]")
+    if device.type != "cuda":
+        return Obstacle(f"its kernels run on a CUDA device, and the model is on {device}")
+    from dspark_kernels.cute.builds import build_architecture
+
+    try:
+        build_architecture(torch.cuda.get_device_capability(device))
+    except ValueError as error:
+        return Obstacle(str(error))
+    return None
 
 
 def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
@@ -40,10 +56,17 @@ def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> 
 
 
 def direct_write_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
-    """Why norm and rotation cannot store into this pool themselves, or are not worth it."""
+    """Why norm and rotation cannot store into this pool themselves, whatever their backend."""
     if pool.dtype is not model.dtype:
         return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
-    return triton_obstacle(model.device)
+    return None
+
+
+def merged_qkv_a_obstacle(model: MLADSparkForCausalLM) -> Obstacle | None:
+    """Why q_a_proj and kv_a_proj_with_mqa cannot be one product."""
+    if any(isinstance(layer.self_attn.q_a_proj, PackedLinear) for layer in model.layers):
+        return Obstacle("the linear layers are packed for few rows on a CPU, each by itself")
+    return None
 
 
 def stream_obstacle(device: torch.device) -> Obstacle | None:
@@ -73,4 +96,8 @@ def obstacles(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, Obst
 
 def backends(model: MLADSparkForCausalLM) -> dict[str, dict[str, Obstacle | None]]:
     """By field and backend, what stands in the way of a backend other than torch's."""
-    return {"latent_norm_rope": {"triton": triton_obstacle(model.device)}}
+    device = model.device
+    return {
+        "latent_norm_rope": {"triton": triton_obstacle(device), "cute": cute_obstacle(device)},
+        "merged_qkv_a": {"on": merged_qkv_a_obstacle(model)},
+    }

@@ -54,26 +54,49 @@ class MLAAttention(nn.Module):
         kv_b_rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, kv_b_rows, bias=False)
         self.o_proj = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False)
+        self._qkv_a_weight: torch.Tensor | None = None
 
-    def latents(self, x: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch") -> torch.Tensor:
-        """Pool rows of x: [B, N, hidden] and cos_sin float32 [B, N, r] to [B, N, D]; backend: see `ops.latent_norm_rope`."""
-        kv, norm = self.kv_a_proj_with_mqa(x), self.kv_a_layernorm
+    @torch.no_grad()
+    def merge_qkv_a(self) -> None:
+        """Make `qkv_a` one product.  `q_a_proj.weight` becomes a view of the joined weight.  `kv_a_proj_with_mqa.weight` stays
+        among those of all layers, which `ContextLatents` needs side by side, and is copied: after a change of it call this
+        again."""
+        q, kv = self.q_a_proj.weight.detach(), self.kv_a_proj_with_mqa.weight.detach()
+        # So that ordinary weights stay ordinary tensors, wherever a worker is made, and inference tensors stay those.
+        with torch.inference_mode(q.is_inference()):
+            if self._qkv_a_weight is None or self._qkv_a_weight.data_ptr() != q.data_ptr():
+                self._qkv_a_weight = torch.cat((q, kv))
+                self.q_a_proj.weight.data = self._qkv_a_weight[: q.shape[0]]
+            else:
+                self._qkv_a_weight[q.shape[0] :] = kv
+
+    def qkv_a(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`q_a_proj` and `kv_a_proj_with_mqa` of y [B, N, hidden] as one product, after `merge_qkv_a`: rows for `queries`
+        [B, N, q_lora_rank] and for `latents` [B, N, D], which lie side by side.  Each value is the sum that its own layer
+        would form, in the order of a wider product."""
+        product = nn.functional.linear(y, self._qkv_a_weight)
+        return product.split((self.config.q_lora_rank, self.config.latent_dim), dim=-1)
+
+    def latents(self, kv: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch") -> torch.Tensor:
+        """Pool rows of kv [B, N, D], rows of `kv_a_proj_with_mqa`, with cos_sin float32 [B, N, r]: [B, N, D]; backend: see
+        `ops.latent_norm_rope`."""
+        norm = self.kv_a_layernorm
         rows = ops.latent_norm_rope(
             kv.flatten(0, -2)[None], norm.weight[None], norm.eps, cos_sin.flatten(0, -2), backend=backend
         )
         return rows.view(kv.shape)
 
     def store_latents(
-        self, x: torch.Tensor, cos_sin: torch.Tensor, layer_view: torch.Tensor, where: RowAddresses, backend: str
+        self, kv: torch.Tensor, cos_sin: torch.Tensor, layer_view: torch.Tensor, where: RowAddresses, backend: str
     ) -> None:
-        """`latents` of x straight into the pool, see `ops.latent_norm_rope_store`."""
-        kv, norm = self.kv_a_proj_with_mqa(x).flatten(0, -2), self.kv_a_layernorm
-        ops.latent_norm_rope_store(kv, norm.weight, norm.eps, cos_sin.flatten(0, -2), layer_view, where, backend=backend)
+        """`latents` of kv straight into the pool, see `ops.latent_norm_rope_store`."""
+        rows, norm = kv.flatten(0, -2), self.kv_a_layernorm
+        ops.latent_norm_rope_store(rows, norm.weight, norm.eps, cos_sin.flatten(0, -2), layer_view, where, backend=backend)
 
-    def queries(self, y: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        """Absorbed queries of y [B, N, hidden] with cos_sin float32 [B, N, r]: [B, N, heads, D]."""
+    def queries(self, q_a: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Absorbed queries of q_a [B, N, q_lora_rank], rows of `q_a_proj`, with cos_sin float32 [B, N, r]: [B, N, heads, D]."""
         config = self.config
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(y)))
+        q = self.q_b_proj(self.q_a_layernorm(q_a))
         q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         return ops.absorb_queries(q, self._kv_b_per_head()[0], cos_sin)
 

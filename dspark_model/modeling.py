@@ -1,6 +1,7 @@
 """`MLADSparkForCausalLM`: the drafter as an `nn.Module`, config-driven, in readable torch."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from dspark_model.streams import SideStream
 
 @dataclass(frozen=True, slots=True)
 class BlockPaths:
-    """How the layers of a block run.  latent_norm_rope: backend of that op; fused_store: see `ops.latent_store`;
+    """How the layers of a block run.  latent_norm_rope: backend of that op; merged_qkv_a: the projections of queries and
+    latents are one product, which `MLAAttention.merge_qkv_a` has prepared; fused_store: see `ops.latent_store`;
     direct_pool_write: norm and rotation store into the pool themselves; side: the stream of the latents, None for the main
     one."""
 
     latent_norm_rope: str = "torch"
+    merged_qkv_a: bool = False
     fused_store: bool = False
     direct_pool_write: bool = False
     side: SideStream | None = None
@@ -75,16 +78,7 @@ class DrafterLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """x [B, N, H] to [B, N, H]; writes the block's latents into layer_view before attending."""
-        y = self.input_layernorm(x)
-        side = context.paths.side
-        if side is None:
-            self._write_latents(y, layer_view, context)
-            queries = self.self_attn.queries(y, context.cos_sin)
-        else:
-            with side.fork():
-                self._write_latents(y, layer_view, context)
-            queries = self.self_attn.queries(y, context.cos_sin)
-            side.join()
+        queries = self.write_latents_and_query(self.input_layernorm(x), layer_view, context)
         attended = ops.block_attention(
             queries,
             layer_view,
@@ -99,13 +93,24 @@ class DrafterLayer(nn.Module):
         h = x + self.self_attn.output(attended)
         return h + self.mlp(self.post_attention_layernorm(h))
 
-    def _write_latents(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> None:
+    def write_latents_and_query(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        """What attention needs of y, the normed rows [B, N, H]: latents in the pool, and queries [B, N, heads, D]."""
+        attn, paths = self.self_attn, context.paths
+        q_a, kv = attn.qkv_a(y) if paths.merged_qkv_a else (None, None)
+        with nullcontext() if paths.side is None else paths.side.fork():
+            self._write_latents(attn.kv_a_proj_with_mqa(y) if kv is None else kv, layer_view, context)
+        queries = attn.queries(attn.q_a_proj(y) if q_a is None else q_a, context.cos_sin)
+        if paths.side is not None:
+            paths.side.join()
+        return queries
+
+    def _write_latents(self, kv: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> None:
         """Latents of the block's own rows into the pool."""
         paths, where, attn = context.paths, context.rows.where, self.self_attn
         if paths.direct_pool_write:
-            attn.store_latents(y, context.cos_sin, layer_view, where, paths.latent_norm_rope)
+            attn.store_latents(kv, context.cos_sin, layer_view, where, paths.latent_norm_rope)
             return
-        latents = attn.latents(y, context.cos_sin, paths.latent_norm_rope)
+        latents = attn.latents(kv, context.cos_sin, paths.latent_norm_rope)
         ops.latent_store((layer_view,), latents[None], where, fused=paths.fused_store)
 
 
@@ -207,6 +212,11 @@ class MLADSparkForCausalLM(nn.Module):
         max_shard_bytes: splits the weights into several files, with an index, when they are larger.
         """
         checkpoint_write.save_model(self, Path(folder), storage=storage, max_shard_bytes=max_shard_bytes)
+
+    def merge_qkv_a(self) -> None:
+        """Prepare `BlockPaths.merged_qkv_a` in every layer, see `MLAAttention.merge_qkv_a`."""
+        for layer in self.layers:
+            layer.self_attn.merge_qkv_a()
 
     def pack_linears(self) -> int:
         """Make the products with few rows fast on a CPU: `packing.pack_linears` on the drafter's own layers, and a packed copy

@@ -64,12 +64,27 @@ class ResolvedRuntime:
         return tuple(choice for choice in self.choices if choice.fell_back)
 
 
-# Backends that this version has; `auto` takes the first.
+# Backends that this version has; the first is the reference, which runs everywhere.
 _BUILT = {
     "attention": (Attention.TORCH,),
-    "latent_norm_rope": (LatentNormRope.TORCH, LatentNormRope.TRITON),
+    "latent_norm_rope": (LatentNormRope.TORCH, LatentNormRope.TRITON, LatentNormRope.CUTE),
     "gemm": (Gemm.CUBLAS,),
-    "merged_qkv_a": (MergedQkvA.OFF,),
+    "merged_qkv_a": (MergedQkvA.OFF, MergedQkvA.ON),
+}
+
+_HOLDS = "its preconditions hold"
+# What `auto` takes, the first of each line that nothing stands in the way of, and why.  A reason that was measured names the
+# result file.
+_AUTO: dict[str, tuple[tuple[str, str], ...]] = {
+    "fused_prologue": (("on", _HOLDS),),
+    "overlap_context_projection": (("on", _HOLDS),),
+    "split_qkv_streams": (("on", _HOLDS),),
+    "direct_pool_write": (("on", _HOLDS),),
+    "cuda_graph": (("on", _HOLDS),),
+    "attention": ((Attention.TORCH, "the only one in this version"),),
+    "latent_norm_rope": ((LatentNormRope.TORCH, "the reference"),),
+    "gemm": ((Gemm.CUBLAS, "the only one in this version"),),
+    "merged_qkv_a": ((MergedQkvA.OFF, "the reference"),),
 }
 
 
@@ -100,12 +115,17 @@ def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> Resol
         ConfigError: a field requires what cannot run here; the message names the reason.
     """
     backend = _resolve_backend("latent_norm_rope", runtime.latent_norm_rope, surroundings)
-    obstacles = dict(surroundings.obstacles)
-    if backend.in_force == LatentNormRope.TORCH:
-        obstacles["direct_pool_write"] = Obstacle("latent_norm_rope=torch has no kernel that stores into the pool")
-    surroundings = replace(surroundings, obstacles=obstacles)
+    direct = surroundings.obstacles["direct_pool_write"] or _direct_write_obstacle(backend.in_force, surroundings)
+    surroundings = replace(surroundings, obstacles={**surroundings.obstacles, "direct_pool_write": direct})
     choices = [_resolve(field.name, getattr(runtime, field.name), surroundings) for field in fields(runtime)]
     return ResolvedRuntime(tuple(choices))
+
+
+def _direct_write_obstacle(backend: str, surroundings: Surroundings) -> Obstacle | None:
+    """What the backend of norm and rotation has against storing into the pool itself."""
+    if backend == LatentNormRope.TORCH:
+        return Obstacle("latent_norm_rope=torch has no kernel that stores into the pool")
+    return surroundings.backends["latent_norm_rope"][backend]
 
 
 def _resolve(name: str, value: str, surroundings: Surroundings) -> Choice:
@@ -125,18 +145,19 @@ def _resolve_switch(name: str, value: Switch, obstacle: Obstacle | None) -> Choi
         raise ConfigError(f"runtime.{name}=require cannot be met: {obstacle.reason}; use auto or off")
     if value is Switch.REQUIRE:
         return Choice(name, value, "on", "asked for" if obstacle is None else f"asked for, although {obstacle.reason}")
-    if obstacle is None:
-        return Choice(name, value, "on", "its preconditions hold")
-    return Choice(name, value, "off", obstacle.reason)
+    if obstacle is not None:
+        return Choice(name, value, "off", obstacle.reason)
+    return Choice(name, value, *_AUTO[name][0])
 
 
 def _resolve_backend(name: str, value: str, surroundings: Surroundings) -> Choice:
-    built = _BUILT[name]
+    built, against = _BUILT[name], surroundings.backends.get(name, {})
     if value == "auto":
-        return Choice(name, value, built[0], "the only one in this version" if len(built) == 1 else "the reference")
+        fitting = (entry for entry in _AUTO[name] if against.get(entry[0]) is None)
+        return Choice(name, value, *next(fitting, (built[0], "the reference")))
     if value not in built:
         raise ConfigError(f"runtime.{name}={value} is not in this version; available: auto, {', '.join(built)}")
-    obstacle = surroundings.backends.get(name, {}).get(value)
+    obstacle = against.get(value)
     if obstacle is not None and not obstacle.avoidable:
         raise ConfigError(f"runtime.{name}={value} cannot run: {obstacle.reason}; use auto or {built[0]}")
     return Choice(name, value, value, "asked for" if obstacle is None else f"asked for, although {obstacle.reason}")

@@ -35,6 +35,7 @@ class StepPaths:
     split_qkv_streams: bool
     direct_pool_write: bool
     latent_norm_rope: str
+    merged_qkv_a: bool
     draw_drafts: bool
 
     @classmethod
@@ -45,6 +46,7 @@ class StepPaths:
             split_qkv_streams=resolved.takes("split_qkv_streams"),
             direct_pool_write=resolved.takes("direct_pool_write"),
             latent_norm_rope=resolved["latent_norm_rope"].in_force,
+            merged_qkv_a=resolved.takes("merged_qkv_a"),
             draw_drafts=resolved["draft_sampling"].in_force == DraftSampling.SAMPLE,
         )
 
@@ -295,6 +297,7 @@ class StepRun:
         paths = self._paths
         return BlockPaths(
             latent_norm_rope=paths.latent_norm_rope,
+            merged_qkv_a=paths.merged_qkv_a,
             fused_store=paths.fused_prologue,
             direct_pool_write=paths.direct_pool_write,
             side=self._side if paths.split_qkv_streams else None,

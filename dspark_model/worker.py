@@ -20,7 +20,7 @@ from dspark_model.packing import PackedLinear
 from dspark_model.page_allocator import CapacityError
 from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime, Surroundings, resolve_runtime
-from dspark_model.serving_config import DraftSampling, RuntimeConfig
+from dspark_model.serving_config import DraftSampling, MergedQkvA, RuntimeConfig
 from dspark_model.slots import draft_rows
 from dspark_model.step_io import StepInput, StepOutput, StepTrace
 from dspark_model.step_plan import StepChecker, StepPlan, is_whole
@@ -89,6 +89,10 @@ class DFlashWorker:
         )
         self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
         self._context_latents = ContextLatents(model)
+        if self.resolved.takes("merged_qkv_a"):
+            model.merge_qkv_a()
+        # Captured steps read the weights where they lie now; a later worker on this model may move them.
+        self._weights = [parameter.detach() for parameter in model.parameters()]
         self._side = SideStream(model.device)
         self._in_flight = StepsInFlight()
         self._graphs = GraphRunner(
@@ -335,6 +339,12 @@ class DFlashWorker:
             raise ConfigError(
                 "runtime.draft_sampling=sample needs the buffer that is made at construction; build the worker with it"
             )
+        own = resolved if runtime is self.runtime else self.resolved
+        if resolved.takes("merged_qkv_a") and not own.takes("merged_qkv_a"):
+            reason = "the joined weights are made at construction; build the worker with merged_qkv_a=on"
+            if runtime.merged_qkv_a is MergedQkvA.ON:
+                raise ConfigError(f"runtime.merged_qkv_a=on cannot run: {reason}")
+            resolved = resolved.without("merged_qkv_a", reason)
         return resolved
 
 

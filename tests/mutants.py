@@ -1,6 +1,7 @@
 """Faults put into the package on purpose, each with a test that has to notice it.
 
-A mutant is a file of `dspark_model` or `kernels`, a text that stands in it exactly once, what replaces it, and the test's id.
+A mutant is a file of `dspark_model` or `kernels`, a text that stands in it exactly once, what replaces it, the test's id, and
+what that test needs: None, "cutlass" for nvidia-cutlass-dsl, "gpu" for a CUDA device and that package.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ class Mutant:
     old: str
     new: str
     test: str
+    needs: str | None = None
 
 
 MUTANTS = (
@@ -273,5 +275,123 @@ MUTANTS = (
         "state_drafts_ptr + slot * DRAFTS",
         "state_drafts_ptr + row * DRAFTS",
         "ops/test_step_commit.py::test_slots_in_any_order[9-7]",
+    ),
+    Mutant(
+        "merged_rows_in_the_other_order", "dspark_model/layers.py",
+        "torch.cat((q, kv))",
+        "torch.cat((kv, q))",
+        "test_merged_qkv_a.py::test_the_product_is_that_of_both_layers[1-torch.float32]",
+    ),
+    Mutant(
+        "merged_latents_go_stale", "dspark_model/layers.py",
+        "self._qkv_a_weight[q.shape[0] :] = kv",
+        "pass",
+        "test_merged_qkv_a.py::test_later_workers_find_the_joined_weights_and_take_over_changes",
+    ),
+    Mutant(
+        "merged_projects_again", "dspark_model/modeling.py",
+        "attn.kv_a_proj_with_mqa(y) if kv is None else kv",
+        "attn.kv_a_proj_with_mqa(y)",
+        "test_merged_qkv_a.py::test_a_step_computes_one_product_and_agrees_with_the_reference",
+    ),
+    Mutant(
+        "moved_weights_are_freed_under_a_captured_step", "dspark_model/worker.py",
+        "self._weights = [parameter.detach() for parameter in model.parameters()]",
+        "self._weights = []",
+        "test_merged_qkv_a.py::test_weights_that_a_captured_step_reads_outlive_a_worker_that_joins_them",
+    ),
+    Mutant(
+        "a_step_takes_joined_weights_that_are_not_there", "dspark_model/worker.py",
+        'and not own.takes("merged_qkv_a")',
+        'and False',
+        "test_merged_qkv_a.py::test_a_step_cannot_ask_for_joined_weights_that_are_not_there",
+    ),
+    Mutant(
+        "direct_write_ignores_its_backend", "dspark_model/runtime.py",
+        'return surroundings.backends["latent_norm_rope"][backend]',
+        'return None',
+        "test_fast_paths.py::test_the_direct_write_runs_where_its_backend_and_the_pool_allow[None-triton-obstacle2]",
+    ),
+    Mutant(
+        "cute_on_any_device", "dspark_model/fast_paths.py",
+        "build_architecture(torch.cuda.get_device_capability(device))",
+        "pass",
+        "test_fast_paths.py::test_cute_without_a_device_or_a_build",
+    ),
+    Mutant(
+        "direct_write_wraps_at_32_bits", "kernels/dspark_kernels/triton/latent_norm_rope.py",
+        "tl.load(pages_ptr + row) * out_page_stride",
+        "(tl.load(pages_ptr + row) * out_page_stride).to(tl.int32)",
+        "ops/test_latent_norm_rope.py::test_distances_past_2_to_the_31_do_not_wrap",
+    ),
+    Mutant(
+        "cute_loads_value_by_value", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "assumed_align=count * size if aligned else size",
+        "assumed_align=size",
+        "test_cute_compile.py::test_both_forms_compile_to_machine_code[sm_90a]",
+        needs="cutlass",
+    ),
+    Mutant(
+        "cute_sums_the_pool_form_in_another_order", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "math.gcd(WIDEST // self.dtype.itemsize, self.latent, self.rotary)",
+        "math.gcd(2 if self.pool else WIDEST // self.dtype.itemsize, self.latent, self.rotary)",
+        "test_cute_compile.py::test_both_forms_compile_to_machine_code[sm_90a]",
+        needs="cutlass",
+    ),
+    Mutant(
+        "cute_weighs_with_layer_0", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "weight = weight + layer * facts.latent",
+        "weight = weight + layer * 0",
+        "ops/test_latent_norm_rope.py::test_matches_float64[3-7-512-64-cute-torch.float32-1e-06]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_turns_the_other_way", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "-(odd * sin[i])",
+        "odd * sin[i]",
+        "ops/test_latent_norm_rope.py::test_matches_float64[1-5-512-64-cute-torch.float32-1e-06]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_forgets_eps", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "cutlass.Float32(1.0 / facts.latent), eps)",
+        "cutlass.Float32(1.0 / facts.latent), eps * 0)",
+        "ops/test_latent_norm_rope.py::test_matches_float64[1-5-7-2-cute-torch.float32-1e-06]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_stores_rows_that_are_not_owned", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "stored = (owned + row).load() != 0",
+        "stored = cutlass.Boolean(True)",
+        "ops/test_latent_norm_rope.py::test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it[cute-4-512-64-scattered-layer_major]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_turns_pages_into_rows", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "(pages + row).load() * out_page_stride",
+        "(pages + row).load() * out_row_stride",
+        "ops/test_latent_norm_rope.py::test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it[cute-4-512-64-reversed-page_major]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_wraps_at_32_bits", "kernels/dspark_kernels/cute/latent_norm_rope.py",
+        "(pages + row).load() * out_page_stride",
+        "cutlass.Int64(cutlass.Int32((pages + row).load() * out_page_stride))",
+        "ops/test_latent_norm_rope.py::test_the_last_page_of_a_pool_of_more_than_2_to_the_31_values[cute-layer_major]",
+        needs="gpu",
+    ),
+    Mutant(
+        "layers_do_not_join", "dspark_model/modeling.py",
+        "paths.side.join()",
+        "pass",
+        "test_streams_and_graphs.py::test_split_streams_wait_for_each_other[plain-LateSide]",
+        needs="gpu",
+    ),
+    Mutant(
+        "side_stream_does_not_wait", "dspark_model/streams.py",
+        "self._stream.wait_stream(torch.cuda.current_stream())",
+        "pass",
+        "test_streams_and_graphs.py::test_split_streams_wait_for_each_other[plain-LateMain]",
+        needs="gpu",
     ),
 )  # fmt: skip

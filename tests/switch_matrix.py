@@ -6,6 +6,7 @@ seed, and its tokens agree with a scripted number of the plain worker's drafts.
 """
 
 import dataclasses
+import importlib.util
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -22,7 +23,15 @@ from dspark_model.testing import assert_bitwise_equal
 PAGE = 8
 EXACT_SWITCHES = ("fused_prologue", "overlap_context_projection", "split_qkv_streams", "direct_pool_write", "cuda_graph")
 # Numeric profiles: switches are exact within each.
-PROFILES = {"torch": {}, "triton": {"latent_norm_rope": "triton"}}
+PROFILES = {
+    "torch": {},
+    "triton": {"latent_norm_rope": "triton"},
+    "merged": {"merged_qkv_a": "on"},
+    "merged_triton": {"merged_qkv_a": "on", "latent_norm_rope": "triton"},
+}
+if torch.cuda.is_available() and importlib.util.find_spec("cutlass"):
+    PROFILES["cute"] = {"latent_norm_rope": "cute"}
+    PROFILES["merged_cute"] = {"merged_qkv_a": "on", "latent_norm_rope": "cute"}
 DUMMY = None
 
 
@@ -141,7 +150,8 @@ def switch_sets(profile: str) -> list[tuple[str, ...]]:
 
 def switches_of(profile: str) -> tuple[str, ...]:
     """torch's norm and rotation have no form that stores into the pool."""
-    return tuple(name for name in EXACT_SWITCHES if name != "direct_pool_write" or profile != "torch")
+    has_direct = "latent_norm_rope" in PROFILES[profile]
+    return tuple(name for name in EXACT_SWITCHES if name != "direct_pool_write" or has_direct)
 
 
 def with_switches(names: tuple[str, ...], profile: str = "torch") -> RuntimeConfig:
@@ -178,7 +188,8 @@ class Duel:
     def _step(self, step: Step) -> None:
         step_input = self._input(step)
         ours, theirs = self.fast.step(step_input), self.plain.step(step_input)
-        self.fast.synchronize()
+        for worker in (self.plain, self.fast):
+            worker.synchronize()
         self.steps += 1
         compare_outputs(ours, theirs, f"step {self.steps}")
         compare_state(self.fast, self.plain, f"step {self.steps}")

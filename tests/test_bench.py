@@ -5,10 +5,12 @@ import torch
 
 from dspark_model.bench.k3_rank import k3_rank_config, random_drafter
 from dspark_model.bench.kernel_profile import KernelTime, kernel_times, table
+from dspark_model.bench.qkv_cases import QkvVariant, check_profiles, qkv_part, qkv_summary, qkv_variants
 from dspark_model.bench.step_cases import Row, bookkeeping, overlap_summary, started_worker, step_bytes, target_rows
 from dspark_model.bench.timing import Timing
 from dspark_model.serving_config import RuntimeConfig
 from dspark_model.step_io import StepInput
+from dspark_model.streams import SideStream
 from dspark_model.testing import assert_bitwise_equal
 
 SMALL = {
@@ -78,3 +80,38 @@ def test_kernels_of_a_trace_are_summed_by_name():
     rows = kernel_times(events * 2, 2)
     assert rows == [KernelTime("copy", 1, 10.0), KernelTime("a", 2, 6.0)]
     assert table(rows, most=1).splitlines() == ["     10.0 us    1 x  copy", "     16.0 us    3 x  all"]
+
+
+def test_the_qkv_variants_are_equal_to_the_bit_within_their_profile(small):
+    small.merge_qkv_a()
+    results = {}
+    for variant in qkv_variants():
+        if variant.backend == "cute":
+            continue
+        worker = started_worker(small, RuntimeConfig.plain(), 2, 40)
+        work = qkv_part(worker, 2, variant.paths(SideStream(small.device)))
+        before = worker.pool.storage.clone()
+        queries = work()
+        assert (len(queries), queries[0].shape) == (5, (2, 7, 8, 48))
+        changed = (worker.pool.storage != before).any(-1).sum()
+        assert int(changed) == 5 * 2 * 7, "the block's rows of each layer, and no other"
+        results[variant] = [*queries, worker.pool.storage]
+    assert len(results) == 12
+    check_profiles(results, "part")
+    broken = QkvVariant("torch", merged=False, split=True, direct=False)
+    results[broken] = [tensor + 1 for tensor in results[broken]]
+    with pytest.raises(AssertionError, match="part torch.split"):
+        check_profiles(results, "part")
+
+
+def test_a_qkv_variant_is_the_runtime_that_it_names(small):
+    labels = [variant.label for variant in qkv_variants()]
+    assert len(set(labels)) == 20
+    runtime = QkvVariant("triton", merged=True, split=False, direct=True).runtime
+    assert (runtime.latent_norm_rope, runtime.merged_qkv_a) == ("triton", "on")
+    assert (runtime.split_qkv_streams, runtime.direct_pool_write, runtime.cuda_graph) == ("off", "require", "require")
+
+
+def test_summary_of_the_qkv_part():
+    rows = [Row("part", name, 1, 2048, Timing(us, us, us)) for name, us in (("torch", 100.0), ("cute+direct", 88.5))]
+    assert qkv_summary(rows) == ["part, B=1, cute+direct: -11.5 us against torch"]

@@ -74,7 +74,7 @@ def test_both_forms_compile_to_machine_code(architecture, tmp_path):
 
 
 def test_a_device_that_nothing_is_built_for_is_refused_with_the_reason():
-    from dspark_kernels.cute.compile import BUILDS, build_architecture
+    from dspark_kernels.cute.builds import BUILDS, build_architecture
 
     assert [build_architecture(capability) for capability in BUILDS] == ["sm_90a", "sm_100a", "sm_103a", "sm_107a"]
     with pytest.raises(ValueError, match=r"not built for compute capability 8\.0, only for 9\.0 \(sm_90a\)"):

@@ -9,13 +9,15 @@ import torch
 from switch_matrix import make_worker, small_model
 
 from dspark_model import ConfigError, ContextChunk, DFlashWorker, LatentKVPool, PoolConfig, RuntimeConfig, StepInput, fast_paths
+from dspark_model import runtime as runtime_module
 from dspark_model.kv_pool import ExternalLatentPool
-from dspark_model.runtime import Obstacle
+from dspark_model.runtime import Obstacle, Surroundings, resolve_runtime
 from dspark_model.serving_config import Layout, Switch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CUDA = torch.device("cuda")  # the name alone; nothing here needs the device
 POOL = PoolConfig(page_size=8, num_pages=20, max_requests=2, max_positions=40)
+SWITCHES = {field.name for field in dataclasses.fields(RuntimeConfig) if isinstance(field.default, Switch)}
 AUTO, REQUIRE = (dataclasses.replace(RuntimeConfig.plain(), fused_prologue=value) for value in ("auto", "require"))
 
 
@@ -52,8 +54,37 @@ def pages(model, *lead: int) -> torch.Tensor:
 def test_triton_that_is_not_installed(no_triton):
     wanted = Obstacle("triton is not installed; install dspark_model[gpu]")
     assert fast_paths.triton_obstacle(torch.device("cpu")) == fast_paths.triton_obstacle(CUDA) == wanted
-    model = small_model(device=DEVICE)
-    assert fast_paths.direct_write_obstacle(model, own_pool(model)) == wanted
+
+
+@pytest.fixture
+def with_cutlass(monkeypatch):
+    """As where nvidia-cutlass-dsl is installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "cutlass" or find(name, *rest))
+
+
+def test_cute_that_is_not_installed(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "cutlass" else find(name, *rest))
+    wanted = Obstacle("nvidia-cutlass-dsl is not installed; install dspark_model[gpu]")
+    assert fast_paths.cute_obstacle(torch.device("cpu")) == fast_paths.cute_obstacle(CUDA) == wanted
+
+
+def test_cute_without_a_device_or_a_build(with_cutlass, monkeypatch):
+    wanted = Obstacle("its kernels run on a CUDA device, and the model is on cpu")
+    assert fast_paths.cute_obstacle(torch.device("cpu")) == wanted
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fast_paths.cute_obstacle(CUDA) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    obstacle = fast_paths.cute_obstacle(CUDA)
+    assert "not built for compute capability 8.9, only for 9.0 (sm_90a)" in obstacle.reason and not obstacle.avoidable
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="about a model on the CPU")
+def test_cute_that_is_asked_for_and_cannot_run_is_refused(model, with_cutlass):
+    runtime = dataclasses.replace(RuntimeConfig.plain(), latent_norm_rope="cute")
+    with pytest.raises(ConfigError, match="latent_norm_rope=cute cannot run: its kernels run on a CUDA device"):
+        make_worker(model, runtime, Layout.LAYER_MAJOR)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +118,56 @@ def test_nothing_stands_in_the_way_of_the_prologue(model, triton_runs, layout):
 
 
 def test_every_switch_is_asked_about(model):
-    switches = {field.name for field in dataclasses.fields(RuntimeConfig) if isinstance(getattr(AUTO, field.name), Switch)}
-    assert set(fast_paths.obstacles(model, own_pool(model))) == switches
+    assert set(fast_paths.obstacles(model, own_pool(model))) == SWITCHES
 
 
-def test_the_triton_backend_is_asked_about(model):
-    assert fast_paths.backends(model)["latent_norm_rope"]["triton"] == fast_paths.triton_obstacle(model.device)
+def test_every_backend_is_asked_about(model):
+    backends = fast_paths.backends(model)
+    assert backends["latent_norm_rope"] == {
+        "triton": fast_paths.triton_obstacle(model.device),
+        "cute": fast_paths.cute_obstacle(model.device),
+    }
+    assert backends["merged_qkv_a"] == {"on": fast_paths.merged_qkv_a_obstacle(model)} == {"on": None}
+
+
+@pytest.mark.parametrize(
+    ("backend", "obstacle"),
+    [
+        ("torch", Obstacle("latent_norm_rope=torch has no kernel that stores into the pool")),
+        ("triton", None),
+        ("triton", Obstacle("slow", avoidable=True)),
+        ("cute", None),
+    ],
+)
+@pytest.mark.parametrize("pool_obstacle", [None, Obstacle("the pool is of another dtype")])
+def test_the_direct_write_runs_where_its_backend_and_the_pool_allow(backend, obstacle, pool_obstacle):
+    surroundings = Surroundings(
+        model_dtype=torch.float32,
+        pool_dtype=torch.float32,
+        obstacles=dict.fromkeys(SWITCHES) | {"direct_pool_write": pool_obstacle},
+        backends={"latent_norm_rope": {} if backend == "torch" else {backend: obstacle}},
+    )
+    runtime = dataclasses.replace(RuntimeConfig.plain(), latent_norm_rope=backend, direct_pool_write="auto")
+    choice = resolve_runtime(runtime, surroundings)["direct_pool_write"]
+    reason = pool_obstacle or obstacle
+    assert (choice.in_force, choice.reason) == (("on", "its preconditions hold") if reason is None else ("off", reason.reason))
+
+
+def test_auto_takes_the_first_backend_that_nothing_stands_in_the_way_of(monkeypatch):
+    order = (("cute", "measured"), ("triton", "measured too"))
+    monkeypatch.setitem(runtime_module._AUTO, "latent_norm_rope", order)
+    asked = dataclasses.replace(RuntimeConfig.plain(), latent_norm_rope="auto")
+    results = []
+    for cute, triton in ((None, None), (Obstacle("no"), None), (Obstacle("no"), Obstacle("slow", avoidable=True))):
+        surroundings = Surroundings(
+            model_dtype=torch.float32,
+            pool_dtype=torch.float32,
+            obstacles=dict.fromkeys(SWITCHES),
+            backends={"latent_norm_rope": {"cute": cute, "triton": triton}},
+        )
+        choice = resolve_runtime(asked, surroundings)["latent_norm_rope"]
+        results.append((choice.in_force, choice.reason))
+    assert results == [*order, ("torch", "the reference")]
 
 
 @pytest.mark.parametrize("form", ["layers of one tensor", "every second page", "pages of one tensor", "two tensors"])

@@ -188,7 +188,7 @@ SURROUNDINGS = Surroundings(
     model_dtype=torch.float32,
     pool_dtype=torch.float32,
     obstacles=dict.fromkeys(SWITCHES),
-    backends={"latent_norm_rope": {"triton": None}},
+    backends={"latent_norm_rope": {"triton": None, "cute": None}},
 )
 
 

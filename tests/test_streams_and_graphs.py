@@ -1,6 +1,7 @@
 """On a GPU: the switch matrix at Kimi K3's shape of one rank, streams with and without fork and join, and steady replays."""
 
 import dataclasses
+import importlib.util
 import itertools
 from contextlib import contextmanager
 
@@ -11,7 +12,10 @@ from switch_matrix import (
     EXACT_SWITCHES,
     PROFILES,
     SCENARIOS,
+    Admit,
     Duel,
+    Release,
+    Step,
     make_lent_worker,
     make_worker,
     small_model,
@@ -20,8 +24,9 @@ from switch_matrix import (
     with_switches,
 )
 
-from dspark_model import ContextChunk, GenerationRows, RuntimeConfig, StepInput
+from dspark_model import ContextChunk, GenerationRows, RuntimeConfig, StepInput, ops
 from dspark_model.bench.k3_rank import PAGE_SIZE, k3_rank_config, random_drafter
+from dspark_model.modeling import BlockContext, BlockPaths
 from dspark_model.serving_config import Layout
 from dspark_model.streams import SideStream
 from dspark_model.testing import assert_bitwise_equal
@@ -38,10 +43,11 @@ def k3_model():
 
 
 def k3_grid() -> list[tuple]:
-    """Every set of switches in every scenario with 4 requests; all switches with 1, 4 and 9 in both layouts."""
+    """Every set of switches of torch and triton in every scenario with 4 requests; of every profile all switches with 1, 4
+    and 9 in both layouts."""
     sets = [
         (profile, name, names, 4, Layout.LAYER_MAJOR)
-        for profile in PROFILES
+        for profile in ("torch", "triton")
         for name, names in itertools.product(SCENARIOS, switch_sets(profile))
     ]
     return sets + [
@@ -63,30 +69,36 @@ def test_k3_matrix(k3_model, profile, scenario, switches, batch, layout):
 class LateSide(SideStream):
     """The side stream starts its work late."""
 
+    cycles = CYCLES
+
     @contextmanager
     def fork(self):
         with super().fork():
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(self.cycles)
             yield
 
 
 class LateMain(SideStream):
     """The main stream is busy when it forks, and again behind the fork."""
 
+    cycles = CYCLES
+
     @contextmanager
     def fork(self):
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(self.cycles)
         with super().fork():
             yield
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(self.cycles)
 
 
 class NoFork(SideStream):
     """The side stream does not wait for the main one, which is late."""
 
+    cycles = CYCLES
+
     @contextmanager
     def fork(self):
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(self.cycles)
         with torch.cuda.stream(self._stream):
             yield
 
@@ -145,6 +157,101 @@ def test_a_missing_fork_or_join_is_caught(side):
     duel = run_with_late_inputs(side)
     with pytest.raises(AssertionError, match="differ"):
         assert_bitwise_equal(duel.fast.pool.storage, duel.plain.pool.storage)
+
+
+SPLIT_PATHS = {
+    "plain": BlockPaths(),
+    "fused": BlockPaths(fused_store=True),
+    "direct_triton": BlockPaths(latent_norm_rope="triton", direct_pool_write=True),
+    "merged": BlockPaths(merged_qkv_a=True),
+    "merged_direct": BlockPaths(merged_qkv_a=True, latent_norm_rope="triton", direct_pool_write=True),
+}
+if importlib.util.find_spec("cutlass"):
+    SPLIT_PATHS["direct_cute"] = BlockPaths(latent_norm_rope="cute", direct_pool_write=True)
+
+
+def decode_late_block(paths: BlockPaths, side: type[SideStream] | None) -> list[torch.Tensor]:
+    """Final rows and pool of a block of 4 requests whose input rows are written late on the main stream, into zeros; `side`
+    takes the latents of each layer.  Streams are about 10 ms late, far more than the host needs to launch the block."""
+    model = small_model(device="cuda")
+    worker = make_worker(model, PLAIN, Layout.PAGE_MAJOR)
+    model.merge_qkv_a()
+    lens, rows = torch.tensor([3, 9, 8, 20], device="cuda"), 7
+    page_table = torch.randperm(16, device="cuda").int().view(4, 4)
+    pages = torch.full((4,), 4, device="cuda")
+    block = ops.block_fixup(lens, page_table, pages, lens > 0, rows=rows, page_size=worker.pool.config.page_size)
+    stream = None if side is None else side(model.device)
+    if stream is not None:
+        stream.cycles = 10 * CYCLES
+    context = BlockContext(
+        layer_views=worker.pool.layer_views,
+        page_table=page_table,
+        context_lens=lens,
+        rows=block,
+        cos_sin=worker.rope.rows(block.positions),
+        max_seq_len=32,
+        paths=dataclasses.replace(paths, side=stream),
+    )
+    rows_in = torch.randn(4, rows, model.config.hidden_size, device="cuda")
+    late = torch.zeros_like(rows_in)
+    with torch.inference_mode():
+        model.decode_block(late, dataclasses.replace(context, paths=paths))  # compiles, and leaves other rows in freed memory
+        worker.pool.storage.fill_(0.5)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10 * CYCLES)
+        late.copy_(rows_in)
+        final = model.decode_block(late, context)
+        torch.cuda.synchronize()
+    return [final, worker.pool.storage]
+
+
+@pytest.mark.parametrize("side", [SideStream, LateSide, LateMain])
+@pytest.mark.parametrize("paths", SPLIT_PATHS)
+def test_split_streams_wait_for_each_other(paths, side, seed):
+    split = decode_late_block(SPLIT_PATHS[paths], side)
+    torch.manual_seed(seed)
+    for ours, theirs in zip(split, decode_late_block(SPLIT_PATHS[paths], None), strict=True):
+        assert_bitwise_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("side", [NoFork, NoJoin])
+@pytest.mark.parametrize("paths", SPLIT_PATHS)
+def test_split_streams_without_fork_or_join_are_caught(paths, side, seed):
+    """Run before the reference, so that no freed memory holds the right values by chance."""
+    split = decode_late_block(SPLIT_PATHS[paths], side)
+    torch.manual_seed(seed)
+    whole = decode_late_block(SPLIT_PATHS[paths], None)
+    with pytest.raises(AssertionError, match="differ"):
+        for ours, theirs in zip(split, whole, strict=True):
+            assert_bitwise_equal(ours, theirs)
+
+
+def churn(batch: int, page: int, steps: int) -> list:
+    """Decode steps of requests that are released near their limit of 12 pages and start again with other pages."""
+    lengths = {key: page - 3 + 5 * key for key in range(batch)}
+    script = [Admit(key) for key in lengths]
+    script.append(Step(prefill={key: (0, length, True) for key, length in lengths.items()}))
+    for turn in range(steps):
+        for key in [key for key, length in lengths.items() if length > 11 * page]:
+            lengths[key] = 1 + (turn + key) % page
+            script += [Release(key), Admit(key), Step(prefill={key: (0, lengths[key], True)})]
+        accepts = {key: (3 * key + turn) % 9 for key in lengths}
+        script.append(Step(accepts=tuple(accepts.items())))
+        lengths = {key: length + min(accepts[key], 7) + 1 for key, length in lengths.items()}
+    return script
+
+
+@pytest.mark.parametrize("side", [LateSide, LateMain])
+@pytest.mark.parametrize("profile", [name for name in ("triton", "cute") if name in PROFILES])
+def test_500_replays_with_a_late_stream_are_equal_to_the_bit(profile, side):
+    """All switches with a stream that is 50 microseconds late at each fork, against captured steps without other switches."""
+    model = small_model(device="cuda")
+    runtimes = with_switches(("cuda_graph",), profile), with_switches(switches_of(profile), profile)
+    duel = Duel(*(make_worker(model, runtime, Layout.LAYER_MAJOR, page_size=32) for runtime in runtimes))
+    duel.fast._side = side(model.device)
+    duel.fast._side.cycles = CYCLES // 20
+    duel.run(churn(4, 32, 500))
+    assert duel.fast.num_replays == duel.plain.num_replays == 500
 
 
 def lent_tables(keys: list[int], turn: int) -> torch.Tensor:

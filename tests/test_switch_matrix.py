@@ -30,17 +30,26 @@ PLAIN = RuntimeConfig.plain()
 
 
 def grid() -> list[tuple]:
-    """On a GPU everything.  In Triton's interpreter, where a fused step takes about a second: each switch alone, all but each,
-    and every scenario with all switches of either profile."""
+    """On a GPU everything for torch and triton; for the other profiles every set of switches in every scenario, with batch
+    sizes and layouts in turn, and all switches together with each of them.  In Triton's interpreter, where a fused step takes
+    about a second: each switch alone, all but each, and all switches of each profile in every scenario, of the merged ones in
+    two."""
+    sizes = list(itertools.product((1, 4, 9), Layout))
     if DEVICE == "cuda":
-        return [
-            (profile, scenario, names, batch, layout)
-            for profile in PROFILES
-            for scenario, names, batch, layout in itertools.product(SCENARIOS, switch_sets(profile), (1, 4, 9), Layout)
-        ]
+        whole = itertools.product(("torch", "triton"), SCENARIOS, sizes)
+        rows = [(profile, name, names, *size) for profile, name, size in whole for names in switch_sets(profile)]
+        for profile in [name for name in PROFILES if name not in ("torch", "triton")]:
+            turns = itertools.product(SCENARIOS, switch_sets(profile))
+            rows += [(profile, name, names, *sizes[turn % 6]) for turn, (name, names) in enumerate(turns)]
+            rows += [(profile, name, switches_of(profile), *size) for name, size in itertools.product(SCENARIOS, sizes)]
+        return list(dict.fromkeys(rows))
     sets = [names for names in switch_sets("triton") if len(names) in (1, len(ALL) - 1)]
     rows = [("triton", "padded", names, 1, Layout.LAYER_MAJOR) for names in sets]
-    return rows + [(profile, name, switches_of(profile), 2, Layout.PAGE_MAJOR) for profile in PROFILES for name in SCENARIOS]
+    rows += [
+        (profile, name, switches_of(profile), 2, Layout.PAGE_MAJOR) for profile in ("torch", "triton") for name in SCENARIOS
+    ]
+    rows += [("merged", name, switches_of("merged"), 2, Layout.PAGE_MAJOR) for name in ("mixed", "ceiling")]
+    return rows + [("merged_triton", name, switches_of("merged_triton"), 2, Layout.PAGE_MAJOR) for name in ("steady", "padded")]
 
 
 @pytest.mark.parametrize(("profile", "scenario", "switches", "batch", "layout"), grid(),

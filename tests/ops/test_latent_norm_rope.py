@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from kernel_kit import recorded_stores
 
 from dspark_model.ops import RowAddresses, latent_norm_rope, latent_norm_rope_store, latent_store
 from dspark_model.testing import assert_bitwise_equal, poison_
@@ -99,6 +100,65 @@ def test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it(backend, bat
     latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, other, where, backend=backend)
     assert_bitwise_equal(direct, staged)
     assert int(direct.isnan().sum()) == direct.numel() - int(owned.sum()) * (rank + rotary)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["layer_major", "page_major"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_the_last_page_of_a_pool_of_more_than_2_to_the_31_values(backend, layout):
+    """Of a bf16 pool of 4.5 GB, in a zone of zeros: a wrapped offset would miss the page, and the pool's other values count."""
+    rank, rotary, page_size, layers = 512, 64, 32, 1 if layout == "layer_major" else 2
+    width = rank + rotary
+    pages = 2**31 // (layers * page_size * width) + 5000
+    pool = torch.zeros(pages, layers, page_size, width, dtype=torch.bfloat16, device=DEVICE)
+    view = pool[:, layers - 1]
+    assert (pages - 1) * view.stride(0) > 2**31
+    rows = 7
+    kv, weight, cos_sin = inputs(1, rows, rank, rotary, torch.bfloat16)
+    index = torch.arange(rows, device=DEVICE)
+    where = RowAddresses(torch.full_like(index, pages - 1), page_size - 1 - index, index != 2)
+    plain = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend=backend)[0]
+    latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, view, where, backend=backend)
+    wanted = torch.zeros_like(view[-1])
+    wanted[page_size - 1 - index[where.owned]] = plain[where.owned]
+    assert_bitwise_equal(view[-1], wanted)
+    view[-1] = 0
+    assert not bool(pool.any()), "a value outside the last page was written"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="reads the interpreter's addresses")
+def test_distances_past_2_to_the_31_do_not_wrap():
+    from dspark_kernels.triton.latent_norm_rope import latent_norm_rope_kernel
+
+    kv, weight, cos_sin = inputs(2, 2, 4, 2, torch.float32)
+    kv, out, uses = kv.contiguous(), torch.zeros(12), torch.ones(2, dtype=torch.uint8)
+    pages, offsets = torch.tensor([3, 2**20 + 1]), torch.tensor([1, 2])
+    layer_stride, page_stride, row_stride = 2**40 + 8, 2**31 + 4, 2**33
+    sizes = {"LATENT": 4, "LATENT_LANES": 4, "PAIRS": 1, "PAIR_LANES": 1, "POOL": True}
+    with recorded_stores() as stores:
+        latent_norm_rope_kernel[(2, 2)](
+            kv,
+            *kv.stride()[:2],
+            weight,
+            cos_sin,
+            out,
+            layer_stride,
+            page_stride,
+            row_stride,
+            pages,
+            offsets,
+            uses,
+            1e-5,
+            **sizes,
+        )
+    wanted = {
+        out.data_ptr() + 4 * (layer * layer_stride + page * page_stride + offset * row_stride + value)
+        for page, offset in zip(pages.tolist(), offsets.tolist(), strict=True)
+        for layer in range(2)
+        for value in range(6)
+    }
+    assert len(stores) == len(wanted) == 24
+    assert set(stores) == wanted
 
 
 @pytest.mark.gpu

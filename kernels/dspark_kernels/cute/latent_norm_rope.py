@@ -10,7 +10,8 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-from dspark_kernels.cute.compile import build_architecture, compile_once
+from dspark_kernels.cute.builds import build_architecture
+from dspark_kernels.cute.compile import compile_once
 
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, torch.float32: cutlass.Float32}
 WARP = 32
@@ -229,7 +230,7 @@ def _entry(facts: Facts) -> tuple:
 
 
 def compile_latent_norm_rope(facts: Facts, architecture: str):
-    """The kernel for these facts and one of the architectures of `compile.BUILDS`; from the cache after the first time."""
+    """The kernel for these facts and one of the architectures of `builds.BUILDS`; from the cache after the first time."""
     return compile_once(_entry, facts, architecture)
 
 
