@@ -213,8 +213,9 @@ class Duel:
         ]
         keys = [key for key, _ in step.accepts]
         live = [*step.prefill, *(key for key in keys if key is not DUMMY)]
-        tables = torch.stack([self.lent[key] for key in live]).to(self.plain.model.device)
-        block_table = tables if isinstance(self.plain.pool, ExternalLatentPool) else None
+        block_table = None
+        if isinstance(self.plain.pool, ExternalLatentPool):
+            block_table = torch.stack([self.lent[key] for key in live]).to(self.plain.model.device)
         if not keys:
             return StepInput(context=context, block_table=block_table)
         width = self.plain.num_drafts + 1
