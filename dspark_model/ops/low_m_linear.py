@@ -1,4 +1,4 @@
-"""Linear map of few rows: the weight is read once at the rate of the memory, with the pointwise work around it in the same pass."""
+"""Linear map of few rows: the weight is read once at the memory's rate, with the pointwise work around it in the same pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,21 +12,23 @@ MAX_ROWS = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Processors of an H200, for which tiles are chosen where there is no device: the interpreter and compilation ahead of time.
 _H200_PROCESSORS = 132
-# Weight bytes that one launch brings to L2 before its inputs are ready.  What a predecessor's tail of 2 to 3 us leaves unused at
-# 4.3 TB/s, and a quarter of an H200's L2.
-_PREFETCH_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class LowMTile:
     """How a product is cut: a program takes `n` weight rows (of each weight, with a gate) in blocks of `k` values, over one of
-    `splits` ranges of the inner dimension; `stages` blocks are buffered.  n and k: powers of two, at least 16."""
+    `splits` ranges of the inner dimension; `stages` - 1 blocks are under way.  n and k: powers of two, at least 16.
+
+    prefetch_bytes: of the weights, in all programs together, brought to L2 by a `pdl` launch before its inputs are ready.
+    12 MB are what the memory delivers in a predecessor's tail of 3 us, and a quarter of an H200's L2.
+    """
 
     n: int
     k: int
     splits: int
     stages: int
     warps: int
+    prefetch_bytes: int = 12 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,8 @@ class LowMWorkspace:
 def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtype, gate_up: bool, processors: int) -> LowMTile:
     """The cut of a product; it alone decides the order of the sums.
 
-    64 weight rows by 128 values are 16 KB; three of them in flight in each of two programs a processor cover the memory's latency
-    (about 32 KB), and the rows of x cost 1/8 of the weight's traffic.  Among the splits that keep all programs resident, the
-    fewest that give each program the fewest blocks.
+    64 weight rows by 128 values are 16 KB; three of them in flight in each of two programs a processor cover the memory's
+    latency (about 32 KB), and 8 rows of x cost 1/8 of the weight's traffic.
     """
     tile_m = _tile_m(rows)
     if dtype is torch.float32:
@@ -81,11 +82,17 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
         n, k, stages, warps = 64, 128, 4 if tile_m <= 32 else 3, 8 if tile_m == 128 else 4
     if gate_up:
         n //= 2
-    tiles, blocks = -(-out_features // n), -(-in_features // k)
     resident = processors * (2 if tile_m <= 64 else 1)
+    return LowMTile(n, k, low_m_splits(out_features, in_features, n, k, resident), stages, warps)
+
+
+def low_m_splits(out_features: int, in_features: int, n: int, k: int, resident: int) -> int:
+    """Among the splits, at most 16, with which no more than `resident` programs run, the fewest that give each program the
+    fewest blocks of k values."""
+    tiles, blocks = -(-out_features // n), -(-in_features // k)
     most = max(1, min(16, resident // tiles, blocks))
     fewest_blocks = -(-blocks // most)
-    return LowMTile(n, k, -(-blocks // fewest_blocks), stages, warps)
+    return -(-blocks // fewest_blocks)
 
 
 def low_m_linear(
@@ -105,7 +112,7 @@ def low_m_linear(
     """x @ weight.T, accumulated in float32, for 0 to 128 rows; around it in this order, each where it is asked for:
 
     norm_weight [K], eps: x becomes RMSNorm(x) * norm_weight, rounded to x's dtype.
-    up_weight [N, K]: the result is silu(x @ weight.T) * (x @ up_weight.T), in float32.
+    up_weight [N, K]: the result is silu(x @ weight.T) * (x @ up_weight.T), in float32 (`GatedMLP` rounds both products before).
     The result is rounded to out_dtype.
     residual [M, N]: the result becomes residual + result, rounded again, as the plain model does it.
 
@@ -175,7 +182,9 @@ def _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype) -> None:
 def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, pdl: bool, tile) -> torch.Tensor:
     (rows, in_features), out_features = x.shape, weight.shape[0]
     norm, gate_up = norm_weight is not None, up_weight is not None
-    _check_kernel(x, weight, up_weight, norm_weight, residual, pdl)
+    _check_kernel(x, weight, up_weight, norm_weight, residual)
+    if pdl:
+        _check_pdl(x.device)
     out = torch.empty((rows, out_features), dtype=out_dtype, device=x.device)
     if not rows:
         return out
@@ -225,7 +234,7 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
     return out
 
 
-def _check_kernel(x, weight, up_weight, norm_weight, residual, pdl: bool) -> None:
+def _check_kernel(x, weight, up_weight, norm_weight, residual) -> None:
     named = {"x": x, "weight": weight, "up_weight": up_weight, "norm_weight": norm_weight, "residual": residual}
     for name, tensor in named.items():
         if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -235,10 +244,11 @@ def _check_kernel(x, weight, up_weight, norm_weight, residual, pdl: bool) -> Non
             )
     if norm_weight is not None and x.dtype is torch.float16:
         raise ValueError("low_m_linear's kernel takes no float16 with a norm, x * norm_weight could overflow; norm x before")
-    if pdl and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (9, 0)):
-        raise ValueError(
-            f"low_m_linear with pdl=True needs a CUDA device of capability 9.0 or more, got {x.device}; pass pdl=False"
-        )
+
+
+def _check_pdl(device: torch.device) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        raise ValueError(f"low_m_linear with pdl=True needs a CUDA device of capability 9.0, got {device}; pass pdl=False")
 
 
 def _check_workspace(workspace: LowMWorkspace | None, device: torch.device, num_sums: int, num_tiles: int) -> None:
@@ -276,4 +286,4 @@ def _prefetch_values(weight: torch.Tensor, tile: LowMTile, tiles: int, gate_up: 
         return 0
     inside = weight.shape[1] // tile.k // tile.splits
     block_bytes = tiles * tile.splits * tile.n * (1 + gate_up) * tile.k * size
-    return tile.k * min(inside, max(1, _PREFETCH_BYTES // block_bytes))
+    return tile.k * min(inside, max(1, tile.prefetch_bytes // block_bytes))
