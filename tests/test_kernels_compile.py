@@ -25,6 +25,10 @@ run, compiled = JITFunction.run, {}
 def compile_only(kernel, *args, grid, warmup, **kwargs):
     result = run(kernel, *args, grid=grid, warmup=True, **kwargs)
     assert result.metadata.target.arch == 90 and len(result.asm["cubin"]) > 0
+    # A launch ahead of its predecessor's end reads nothing before it has waited; prefetches are no reads.
+    before, wait, _ = result.asm["ptx"].partition("griddepcontrol.wait")
+    assert result.metadata.launch_pdl == bool(wait)
+    assert not wait or not any(read in before for read in ("ld.global", "cp.async.c", "st.global", "atom."))
     compiled.setdefault(f"{kernel.module}.{kernel.__name__}", []).append(result.metadata.shared)
 
 JITFunction.run = compile_only

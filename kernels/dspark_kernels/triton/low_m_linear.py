@@ -90,7 +90,12 @@ def low_m_linear_kernel(
         # After the wait: no launch is ever more than one ahead, so what it prefetches stays in L2.
         cuda.gdc_launch_dependents()
 
-    x_values = x_ptr + rows[:, None].to(tl.int64) * x_row_stride + lanes[None, :]
+    stored = inside[:, None] & (columns < out_features)[None, :]
+    wide_rows = rows[:, None].to(tl.int64)
+    if RESIDUAL:
+        # Ahead of the products: behind them its latency would add to the launch.
+        residual = tl.load(residual_ptr + wide_rows * residual_row_stride + columns[None, :], mask=stored, other=0.0)
+    x_values = x_ptr + wide_rows * x_row_stride + lanes[None, :]
     weight_values = weights[:, None] + lanes[None, :]
     up_values = ups[:, None] + lanes[None, :]
     product = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -154,9 +159,6 @@ def low_m_linear_kernel(
         if GATE_UP:
             product = product / (1.0 + tl.exp(-product)) * up_product
         result = product.to(out_ptr.dtype.element_ty)
-        stored = inside[:, None] & (columns < out_features)[None, :]
-        wide_rows = rows[:, None].to(tl.int64)
         if RESIDUAL:
-            residual = tl.load(residual_ptr + wide_rows * residual_row_stride + columns[None, :], mask=stored, other=0.0)
             result = (residual.to(tl.float32) + result.to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + wide_rows * out_features + columns[None, :], result, mask=stored)
