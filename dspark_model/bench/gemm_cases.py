@@ -44,10 +44,10 @@ class GemmCase:
 
 
 CHAIN = (
-    GemmCase("qkv_a", 2112, 7168, norm=True),
+    GemmCase("qkv_a", 2112, 7168, norm=True, tiles=(LowMTile(16, 256, 1, 6, 4),)),
     GemmCase("q_b", 1536, 1536, norm=True, tiles=(LowMTile(16, 128, 1, 8, 2), LowMTile(32, 256, 1, 5, 4))),
     GemmCase("o", 7168, 1024, residual=True, tiles=(LowMTile(32, 256, 1, 4, 4),)),
-    GemmCase("gate_up", 1792, 7168, norm=True, gate_up=True),
+    GemmCase("gate_up", 1792, 7168, norm=True, gate_up=True, tiles=(LowMTile(16, 128, 1, 8, 4),)),
     GemmCase("down", 7168, 1792, residual=True, tiles=(LowMTile(32, 256, 1, 5, 4),)),
 )
 CASES = (
