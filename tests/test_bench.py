@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from dspark_model import ops
+from dspark_model.bench.gemm_cases import CASES, CHAIN, GemmCase, case_results, chain_results, low_m_tiles, make_workspace
 from dspark_model.bench.k3_rank import k3_rank_config, random_drafter
 from dspark_model.bench.kernel_profile import KernelTime, kernel_times, table
 from dspark_model.bench.qkv_cases import QkvVariant, check_profiles, qkv_part, qkv_summary, qkv_variants
@@ -115,3 +117,47 @@ def test_a_qkv_variant_is_the_runtime_that_it_names(small):
 def test_summary_of_the_qkv_part():
     rows = [Row("part", name, 1, 2048, Timing(us, us, us)) for name, us in (("torch", 100.0), ("cute+direct", 88.5))]
     assert qkv_summary(rows) == ["part, B=1, cute+direct: -11.5 us against torch"]
+
+
+def test_products_of_the_rank():
+    # 30.3 + 4.7 + 14.7 + 51.4 + 25.7 MB a layer; the merged form of a layer's first products.
+    assert sum(case.weight_bytes for case in CHAIN) == 126_746_624
+    assert {case.name: case.n for case in CASES}["qkv_a"] == 1536 + 576
+    for case in CASES:
+        tiles = low_m_tiles(case, 8, 132, few=False)
+        assert sum(name.endswith("(chosen)") for name in tiles) == 1 and len(set(tiles.values())) == len(tiles)
+
+
+SMALL_CHAIN = (
+    GemmCase("qkv_a", 80, 64, norm=True),
+    GemmCase("q_b", 48, 48, norm=True),
+    GemmCase("o", 64, 32, residual=True),
+    GemmCase("gate_up", 40, 64, norm=True, gate_up=True),
+    GemmCase("down", 64, 40, residual=True),
+)
+
+
+@pytest.mark.parametrize("case", [*SMALL_CHAIN, GemmCase("head", 90, 64, norm=True, logits=True)], ids=lambda case: case.name)
+def test_variants_of_a_product_pass_their_check(case):
+    if torch.cuda.is_available():
+        pytest.skip("a rehearsal on the CPU; on a device scripts/bench_gemm.py does it in earnest")
+    for result in case_results(case, 5, make_workspace("cpu"), 2, few=True, device="cpu"):
+        assert result.failure is None
+        assert result.error is None or result.error <= 1 or result.variant == "plain"
+
+
+def test_a_wrong_product_is_reported_and_the_others_go_on(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("as above")
+    ours = ops.low_m_linear
+    monkeypatch.setattr("dspark_model.bench.gemm_cases.low_m_linear", lambda *args, **options: ours(*args, **options) * 1.01)
+    results = list(case_results(SMALL_CHAIN[0], 5, make_workspace("cpu"), 2, few=True, device="cpu"))
+    assert [result.failure is None for result in results[:2]] == [True, True]
+    assert all("away from float64" in result.failure for result in results[2:])
+
+
+def test_the_chains_variants_agree():
+    if torch.cuda.is_available():
+        pytest.skip("as above")
+    results = list(chain_results(3, make_workspace("cpu"), 2, few=False, cases=SMALL_CHAIN, device="cpu"))
+    assert [result.failure for result in results] == [None] * 4

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Without the interpreter.  The ops run on CPU tensors; each launch is compiled for sm_90 to a cubin and then left out.
 PROGRAM = """
-import importlib, json, pkgutil, types
+import importlib, json, pkgutil, sys, types
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -25,6 +25,10 @@ run, compiled = JITFunction.run, {}
 def compile_only(kernel, *args, grid, warmup, **kwargs):
     result = run(kernel, *args, grid=grid, warmup=True, **kwargs)
     assert result.metadata.target.arch == 90 and len(result.asm["cubin"]) > 0
+    # A launch ahead of its predecessor's end reads nothing before it has waited; prefetches are no reads.
+    before, wait, _ = result.asm["ptx"].partition("griddepcontrol.wait")
+    assert result.metadata.launch_pdl == bool(wait)
+    assert not wait or not any(read in before for read in ("ld.global", "cp.async.c", "st.global", "atom."))
     compiled.setdefault(f"{kernel.module}.{kernel.__name__}", []).append(result.metadata.shared)
 
 JITFunction.run = compile_only
@@ -82,6 +86,31 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
         )
     state = ops.SlotDrafts(lens, lens, lens, integers(SLOTS, DRAFTS))
     ops.step_commit(state, slots, slots, slots, slots, integers(batch, DRAFTS), fused=True)
+
+# A layer's products, some logits, and sizes that no tile divides.  Programmatic launches need a device to run, not to compile.
+sys.modules["dspark_model.ops.low_m_linear"]._check_pdl = lambda device: None
+def low_m(rows, out, inner, *, norm=False, gate_up=False, residual=False, dtype=torch.bfloat16, **options):
+    weight = torch.empty(out, inner, dtype=dtype)
+    ops.low_m_linear(
+        torch.empty(rows, inner, dtype=dtype),
+        weight,
+        up_weight=weight if gate_up else None,
+        norm_weight=weight[0] if norm else None,
+        eps=1e-5 if norm else None,
+        residual=torch.empty(rows, out, dtype=dtype) if residual else None,
+        backend="triton",
+        workspace=ops.LowMWorkspace.for_products("cpu", [ops.LowMProduct(rows, out, inner, dtype, gate_up)]),
+        **options,
+    )
+
+for rows in (DRAFTS, 128):
+    low_m(rows, 2112, HIDDEN, norm=True, pdl=True)
+    low_m(rows, 1792, HIDDEN, norm=True, gate_up=True, pdl=True)
+low_m(4 * DRAFTS, HIDDEN, 1024, residual=True)
+low_m(64, 20480, HIDDEN, norm=True, out_dtype=torch.float32)
+low_m(1, 577, 1535, norm=True, gate_up=True, residual=True)
+low_m(DRAFTS, LATENT, HIDDEN, norm=True, dtype=torch.float32)
+low_m(DRAFTS, LATENT, HIDDEN, dtype=torch.float16)
 
 # Training, at SmolLM2's shape.
 from dspark_kernels.triton.anchor_attention import anchor_attention

@@ -16,6 +16,7 @@ from dspark_model.ops.fp32_linear import fp32_linear
 from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
+from dspark_model.ops.low_m_linear import LowMProduct, LowMTile, LowMWorkspace, low_m_linear, low_m_tile
 from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
 from dspark_model.ops.noise_block import noise_block
 from dspark_model.ops.packed_linear import can_pack, pack_weight, packed_linear
@@ -34,6 +35,9 @@ __all__ = [
     "ContextRows",
     "GivenRows",
     "LengthAdvance",
+    "LowMProduct",
+    "LowMTile",
+    "LowMWorkspace",
     "MarkovChainOutput",
     "PoolGeometry",
     "RowAddresses",
@@ -53,6 +57,8 @@ __all__ = [
     "latent_norm_rope_store",
     "latent_store",
     "length_advance",
+    "low_m_linear",
+    "low_m_tile",
     "markov_chain",
     "noise_block",
     "pack_weight",

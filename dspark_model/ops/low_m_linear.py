@@ -1,0 +1,289 @@
+"""Linear map of few rows: the weight is read once at the memory's rate, with the pointwise work around it in the same pass."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from dspark_model.ops.fp32_linear import fp32_linear
+from dspark_model.ops.rms_norm import rms_norm
+
+MAX_ROWS = 128
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Processors of an H200, for which tiles are chosen where there is no device: the interpreter and compilation ahead of time.
+_H200_PROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class LowMTile:
+    """How a product is cut: a program takes `n` weight rows (of each weight, with a gate) in blocks of `k` values, over one of
+    `splits` ranges of the inner dimension; `stages` - 1 blocks are under way.  n and k: powers of two, at least 16.
+
+    prefetch_bytes: of the weights, in all programs together, brought to L2 by a `pdl` launch before its inputs are ready.
+    12 MB are what the memory delivers in a predecessor's tail of 3 us, and a quarter of an H200's L2.
+    """
+
+    n: int
+    k: int
+    splits: int
+    stages: int
+    warps: int
+    prefetch_bytes: int = 12 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LowMProduct:
+    """Sizes of one product, for a workspace."""
+
+    rows: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    gate_up: bool = False
+
+
+class LowMWorkspace:
+    """Partial sums and arrival counters of split products on one device.
+
+    One launch uses it at a time: launches of one stream may share it in any number and order, graph replays too; two streams
+    must not.  The sums may hold anything between launches; the counters are 0 then, and a launch leaves them so.
+    """
+
+    def __init__(self, device: torch.device | str, *, num_sums: int, num_tiles: int):
+        self.sums = torch.empty(num_sums, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+
+    @classmethod
+    def for_products(cls, device: torch.device | str, products: Iterable[LowMProduct]) -> "LowMWorkspace":
+        """Enough for each of the products, and for the same with fewer rows, at the tiles of `low_m_tile`."""
+        processors = _processors(torch.device(device))
+        num_sums = num_tiles = 0
+        for product in products:
+            for tile_m in (16, 32, 64, 128):
+                if tile_m > _tile_m(product.rows):
+                    break
+                tile = low_m_tile(tile_m, product.out_features, product.in_features, product.dtype, product.gate_up, processors)
+                tiles = -(-product.out_features // tile.n)
+                num_sums = max(num_sums, tiles * _sums_per_tile(tile_m, tile, product.gate_up, norm=True))
+                num_tiles = max(num_tiles, tiles)
+        return cls(device, num_sums=num_sums, num_tiles=num_tiles)
+
+
+def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtype, gate_up: bool, processors: int) -> LowMTile:
+    """The cut of a product; it alone decides the order of the sums.
+
+    64 weight rows by 128 values are 16 KB; three of them in flight in each of two programs a processor cover the memory's
+    latency (about 32 KB), and 8 rows of x cost 1/8 of the weight's traffic.
+    """
+    tile_m = _tile_m(rows)
+    if dtype is torch.float32:
+        n, k, stages, warps = 32, 32, 3, 4
+    else:
+        n, k, stages, warps = 64, 128, 4 if tile_m <= 32 else 3, 8 if tile_m == 128 else 4
+    if gate_up:
+        n //= 2
+    resident = processors * (2 if tile_m <= 64 else 1)
+    return LowMTile(n, k, low_m_splits(out_features, in_features, n, k, resident), stages, warps)
+
+
+def low_m_splits(out_features: int, in_features: int, n: int, k: int, resident: int) -> int:
+    """Among the splits, at most 16, with which no more than `resident` programs run, the fewest that give each program the
+    fewest blocks of k values."""
+    tiles, blocks = -(-out_features // n), -(-in_features // k)
+    most = max(1, min(16, resident // tiles, blocks))
+    fewest_blocks = -(-blocks // most)
+    return -(-blocks // fewest_blocks)
+
+
+def low_m_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    up_weight: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "torch",
+    workspace: LowMWorkspace | None = None,
+    pdl: bool = False,
+    tile: LowMTile | None = None,
+) -> torch.Tensor:
+    """x @ weight.T, accumulated in float32, for 0 to 128 rows; around it in this order, each where it is asked for:
+
+    norm_weight [K], eps: x becomes RMSNorm(x) * norm_weight, rounded to x's dtype.
+    up_weight [N, K]: the result is silu(x @ weight.T) * (x @ up_weight.T), in float32 (`GatedMLP` rounds both products before).
+    The result is rounded to out_dtype.
+    residual [M, N]: the result becomes residual + result, rounded again, as the plain model does it.
+
+    x: [M, K], weight: [N, K], values of a row side by side and rows at any stride, as up_weight and residual; bfloat16, float16
+    or float32, the same everywhere.  out_dtype: x's dtype (None) or float32; the latter not with a residual.  Returns [M, N],
+    contiguous.
+
+    backend: `torch`; or `triton`, which adds in another order and, with a norm, rounds x * norm_weight and scales the finished
+    sums by 1 / rms.  With u the unit roundoff of x's dtype (2^-8 for bfloat16), both lie within u * sum_k |n_k * weight_k| +
+    K * 2^-23 * sum_k |n_k * weight_k| of the exact product of the normed row n (the first term with a norm only), before the
+    roundings of the result: they differ from each other by at most twice that.  A row's bits depend on its own values, the
+    sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
+    workspace: `triton` only, for products that are split; see `LowMWorkspace`.
+    pdl: `triton` on CUDA devices of capability 9 or more: the launch may start before its predecessor in the stream has ended,
+    brings its first weights to L2 and then waits.  Needs nothing of the predecessor; the results are the same.
+    tile: another cut than `low_m_tile` gives, for measurements; the order of the sums is then that of the cut.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices do not fit; more than 128 rows; float16 with a norm and `triton` (x *
+            norm_weight could leave float16's range); a split product without a workspace, or with one that is too small.
+    """
+    _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype)
+    if backend == "triton":
+        return _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype or x.dtype, workspace, pdl, tile)
+    if backend != "torch":
+        raise ValueError(f"low_m_linear has no backend {backend}; choose torch or triton")
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    product = fp32_linear(x, weight)
+    if up_weight is not None:
+        product = product * torch.sigmoid(product) * fp32_linear(x, up_weight)
+    result = product.to(out_dtype or x.dtype)
+    return result if residual is None else residual + result
+
+
+def _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype) -> None:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or not weight.numel():
+        raise ValueError(
+            f"low_m_linear wants x [M, K] and weight [N, K], N and K at least 1, got {[*x.shape]}, {[*weight.shape]}"
+        )
+    if x.shape[0] > MAX_ROWS:
+        raise ValueError(f"low_m_linear takes at most {MAX_ROWS} rows, got {x.shape[0]}; use torch's linear for more")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"low_m_linear wants bfloat16, float16 or float32, got x of {x.dtype}")
+    wanted = {
+        "weight": (weight, weight.shape),
+        "up_weight": (up_weight, weight.shape),
+        "norm_weight": (norm_weight, x.shape[1:]),
+        "residual": (residual, (x.shape[0], weight.shape[0])),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype is not x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"low_m_linear wants {name} {[*shape]} of {x.dtype} on {x.device}, got {[*tensor.shape]} of {tensor.dtype} on "
+                f"{tensor.device}"
+            )
+    if (norm_weight is None) != (eps is None):
+        raise ValueError(f"low_m_linear wants norm_weight and eps together, got eps={eps}")
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(f"low_m_linear returns {x.dtype} or float32, not {out_dtype}")
+    if residual is not None and out_dtype not in (None, x.dtype):
+        raise ValueError(f"low_m_linear with a residual of {residual.dtype} returns that dtype, not {out_dtype}")
+
+
+def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, pdl: bool, tile) -> torch.Tensor:
+    (rows, in_features), out_features = x.shape, weight.shape[0]
+    norm, gate_up = norm_weight is not None, up_weight is not None
+    _check_kernel(x, weight, up_weight, norm_weight, residual)
+    if pdl:
+        _check_pdl(x.device)
+    out = torch.empty((rows, out_features), dtype=out_dtype, device=x.device)
+    if not rows:
+        return out
+    tile_m = _tile_m(rows)
+    if tile is None:
+        tile = low_m_tile(rows, out_features, in_features, x.dtype, gate_up, _processors(x.device))
+    tiles = -(-out_features // tile.n)
+    if tile.splits > 1:
+        _check_workspace(workspace, x.device, tiles * _sums_per_tile(tile_m, tile, gate_up, norm), tiles)
+
+    from dspark_kernels.triton.low_m_linear import low_m_linear_kernel
+
+    gates = weight if up_weight is None else up_weight
+    added = out if residual is None else residual
+    low_m_linear_kernel[(tiles, tile.splits)](
+        x,
+        x.stride(0),
+        weight,
+        weight.stride(0),
+        gates,
+        gates.stride(0),
+        norm_weight if norm else x,
+        added,
+        added.stride(0),
+        out,
+        workspace.sums if tile.splits > 1 else out,
+        workspace.arrivals if tile.splits > 1 else out,
+        rows,
+        out_features,
+        in_features,
+        eps if norm else 0.0,
+        _prefetch_values(weight, tile, tiles, gate_up) if pdl else 0,
+        TILE_M=tile_m,
+        TILE_N=tile.n,
+        TILE_K=tile.k,
+        SPLITS=tile.splits,
+        EVEN_K=in_features % tile.k == 0,
+        NORM=norm,
+        GATE_UP=gate_up,
+        RESIDUAL=residual is not None,
+        PDL=pdl,
+        PIECES=max(1, 32 * tile.warps // tile.n),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def _check_kernel(x, weight, up_weight, norm_weight, residual) -> None:
+    named = {"x": x, "weight": weight, "up_weight": up_weight, "norm_weight": norm_weight, "residual": residual}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(
+                f"low_m_linear's kernel wants the values of a row of {name} side by side, got strides {tensor.stride()}; pass "
+                f"{name}.contiguous()"
+            )
+    if norm_weight is not None and x.dtype is torch.float16:
+        raise ValueError("low_m_linear's kernel takes no float16 with a norm, x * norm_weight could overflow; norm x before")
+
+
+def _check_pdl(device: torch.device) -> None:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        raise ValueError(f"low_m_linear with pdl=True needs a CUDA device of capability 9.0, got {device}; pass pdl=False")
+
+
+def _check_workspace(workspace: LowMWorkspace | None, device: torch.device, num_sums: int, num_tiles: int) -> None:
+    wanted = f"num_sums={num_sums} and num_tiles={num_tiles}"
+    if workspace is None:
+        raise ValueError(f"this product is split, so low_m_linear needs a LowMWorkspace with at least {wanted}, got none")
+    if workspace.sums.device != device:
+        raise ValueError(f"the LowMWorkspace is on {workspace.sums.device}, x on {device}; make one on x's device")
+    if workspace.sums.numel() < num_sums or workspace.arrivals.numel() < num_tiles:
+        got = f"{workspace.sums.numel()} and {workspace.arrivals.numel()}"
+        raise ValueError(
+            f"the LowMWorkspace has num_sums and num_tiles {got}, this product wants {wanted}; size it for the largest"
+        )
+
+
+def _tile_m(rows: int) -> int:
+    """The class of a row count: rows of zeros fill it up."""
+    return next(size for size in (16, 32, 64, 128) if rows <= size)
+
+
+def _sums_per_tile(tile_m: int, tile: LowMTile, gate_up: bool, norm: bool) -> int:
+    return 0 if tile.splits == 1 else tile.splits * tile_m * (tile.n * (1 + gate_up) + norm)
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _H200_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _prefetch_values(weight: torch.Tensor, tile: LowMTile, tiles: int, gate_up: bool) -> int:
+    """Of each weight row of a program: whole blocks that lie inside each split, 0 where rows do not start at 16 bytes."""
+    size = weight.element_size()
+    if weight.data_ptr() % 16 or weight.stride(0) * size % 16:
+        return 0
+    inside = weight.shape[1] // tile.k // tile.splits
+    block_bytes = tiles * tile.splits * tile.n * (1 + gate_up) * tile.k * size
+    return tile.k * min(inside, max(1, tile.prefetch_bytes // block_bytes))

@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+"""Time products with few rows on a GPU, at the shapes of one Kimi K3 rank (TP8), under graph replay.
+
+usage: bench_gemm.py [--out FOLDER] [--workers N]
+Each variant is first held to float64 within its bound; one that fails or is wrong is reported and not timed.  Variants take
+turns within a round, weights rotate past L2; medians over rounds.  Kernels are compiled ahead in N processes.
+Writes bench_gemm.json.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+from dspark_model.bench.gemm_cases import CASES, Result, case_results, chain_results, compile_ahead, make_workspace
+from dspark_model.bench.timing import machine
+
+FEW_AND_MANY = ("qkv_a", "gate_up", "down")  # with 1 and 128 rows too
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/bench_gemm"), metavar="FOLDER")
+    parser.add_argument("--workers", type=int, default=14, help="processes that compile ahead, 0 for none")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: torch sees no CUDA device; this measures one", file=sys.stderr)
+        return 2
+    if options.workers:
+        compile_all(options.workers)
+    results = measure()
+    write(results, options.out)
+    return 1 if any(result.failure for result in results) else 0
+
+
+def row_counts(name: str) -> tuple[int, ...]:
+    return (8, 32, 1, 128) if name in FEW_AND_MANY else (8, 32)
+
+
+def compile_all(workers: int) -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(compile_ahead, index, rows, processors)
+            for rows in (8, 32, 128)  # the most variants first; 1 row has the kernel of 8
+            for index, case in enumerate(CASES)
+            if rows in row_counts(case.name)
+        ]
+        for job in jobs:
+            if job.exception() is not None:
+                print(f"ahead of time: {job.exception()}", flush=True)
+
+
+@torch.inference_mode()
+def measure() -> list[Result]:
+    """All cases, printed as they come: the chain first, since it decides."""
+    torch.manual_seed(0)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    workspace, results = make_workspace("cuda"), []
+    for rows in (8, 32):
+        results += show(chain_results(rows, workspace, processors, few=rows != 8))
+        torch.cuda.empty_cache()
+    for case in CASES:
+        for rows in row_counts(case.name):
+            results += show(case_results(case, rows, workspace, processors, few=rows != 8))
+        torch.cuda.empty_cache()
+    print("\n".join(["", "best:", *best(results)]), flush=True)
+    return results
+
+
+def show(results) -> list[Result]:
+    shown = []
+    for result in results:
+        print(result.line(), flush=True)
+        shown.append(result)
+    return shown
+
+
+def best(results: list[Result]) -> list[str]:
+    """The fastest low_m variant of each case, beside the plain operations."""
+    lines = []
+    for key in dict.fromkeys((result.case, result.rows) for result in results):
+        here = [result for result in results if (result.case, result.rows) == key and result.timing is not None]
+        plain = next((result.timing.median_us for result in here if result.variant == "plain"), float("nan"))
+        ours = [result for result in here if result.variant != "plain" and not result.variant.startswith("library")]
+        if ours:
+            fastest = min(ours, key=lambda result: result.timing.median_us)
+            lines.append(f"{fastest.line()}  plain {plain:.2f} us")
+    return lines
+
+
+def write(results: list[Result], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine(), "results": [result.to_dict() for result in results]}
+    (folder / "bench_gemm.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
