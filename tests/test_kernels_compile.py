@@ -77,6 +77,27 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
     state = ops.SlotDrafts(lens, lens, lens, integers(SLOTS, DRAFTS))
     ops.step_commit(state, slots, slots, slots, slots, integers(batch, DRAFTS), fused=True)
 
+# Tables of one rank under TP8, which stay on a chip of 132 multiprocessors, and larger ones.
+from dspark_model.ops.markov_chain import ChainPlan
+
+held = ChainPlan.of_tiles(256, 132, 20480, 256)
+for batch, vocab, dtype, plan in (
+    (1, 20480, torch.bfloat16, held),
+    (64, 20480, torch.bfloat16, held),
+    (1, 20480, None, held),
+    (4, 163840, torch.float16, ChainPlan.of_tiles(64, 132, 163840, 64, held=False)),
+    (4, 20480, torch.float32, ChainPlan.of_tiles(64, 132, 20480, 16, held=False)),
+):
+    w1, w2 = (None, None) if dtype is None else torch.empty(2, vocab, 256, dtype=dtype)
+    workspace = ops.ChainWorkspace.for_plan(plan, batch, DRAFTS, torch.device("cpu"))
+    logits = torch.empty(batch, DRAFTS, vocab)
+    for keep in (False, True):
+        ops.markov_chain(logits, integers(batch), w1, w2, keep_biased=keep, backend="triton", workspace=workspace)
+    rows, weight = torch.empty(batch, DRAFTS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN + 256, dtype=torch.bfloat16)
+    if dtype is torch.bfloat16:
+        ops.confidence(rows, weight, weight[:1], w1, integers(batch, DRAFTS), backend="triton")
+    ops.confidence(rows, weight[:HIDDEN], weight[:1], backend="triton")
+
 # Training, at SmolLM2's shape.
 from dspark_kernels.triton.anchor_attention import anchor_attention
 from dspark_kernels.triton.decode_attention import decode_attention

@@ -8,13 +8,20 @@ float32, and a result is rounded once, when it is stored in the tensor's dtype.
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
 from dspark_model.ops.block_attention import block_attention
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
+from dspark_model.ops.confidence import confidence
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table
 from dspark_model.ops.fp32_linear import fp32_linear
 from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
-from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
+from dspark_model.ops.markov_chain import (
+    ChainWorkspace,
+    MarkovChainOutput,
+    fused_chain_refusal,
+    markov_chain,
+    tempered_softmax,
+)
 from dspark_model.ops.noise_block import noise_block
 from dspark_model.ops.packed_linear import can_pack, pack_weight, packed_linear
 from dspark_model.ops.per_head_product import per_head_product
@@ -29,6 +36,7 @@ __all__ = [
     "Acceptance",
     "BlockRows",
     "BlockShape",
+    "ChainWorkspace",
     "GivenRows",
     "LengthAdvance",
     "MarkovChainOutput",
@@ -41,9 +49,11 @@ __all__ = [
     "block_attention",
     "block_fixup",
     "can_pack",
+    "confidence",
     "context_store",
     "decode_block_table",
     "fp32_linear",
+    "fused_chain_refusal",
     "latent_norm_rope",
     "latent_norm_rope_store",
     "latent_store",
