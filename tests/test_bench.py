@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dspark_model.bench import head_cases
 from dspark_model.bench.k3_rank import k3_rank_config, random_drafter
 from dspark_model.bench.step_cases import Row, bookkeeping, overlap_summary, started_worker, step_bytes, target_rows
 from dspark_model.bench.timing import Timing
@@ -68,3 +69,29 @@ def test_summary_of_an_overlap():
     rows = [Row("overlap, idle", name, 1, 2048, Timing(value, value, value)) for name, value in us.items()]
     assert overlap_summary(rows) == ["overlap, idle: hides 95 % of the projection, +5.0 us over the longer part"]
     assert rows[0].to_dict()["floor_us"] is None
+
+
+def test_head_cases_check_and_run_each_variant(monkeypatch):
+    monkeypatch.setattr(head_cases, "SETS", 2)
+    inputs = head_cases.HeadInputs.random(2, 200, 24, 16, drafts=3, device="cpu")
+    usable = head_cases.plans(2, 200, 24, torch.device("cpu"))
+    for plan in usable.values():
+        assert 0 < head_cases.check_plan(inputs, plan) < 1
+    for name, work in head_cases.variants(inputs, usable).items():
+        first, second, third = (work() for _ in range(3))
+        if not name.startswith("confidence"):
+            assert_bitwise_equal(third[0].previous_tokens, first[0].previous_tokens)
+            assert not torch.equal(second[0].previous_tokens, first[0].previous_tokens), "the tables must take turns"
+
+
+def test_head_checks_notice_a_wrong_chain(monkeypatch):
+    inputs = head_cases.HeadInputs.random(1, 100, 16, 8, drafts=2, device="cpu")
+    (plan,) = head_cases.plans(1, 100, 16, torch.device("cpu")).values()
+    chain = head_cases.ops.markov_chain
+
+    def without_bias(base, anchors, w1, w2, **options):
+        return chain(base, anchors, w1, w2 * 0, **options)
+
+    monkeypatch.setattr(head_cases.ops, "markov_chain", without_bias)
+    with pytest.raises(AssertionError, match="times the bound"):
+        head_cases.check_plan(inputs, plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Without the interpreter.  The ops run on CPU tensors; each launch is compiled for sm_90 to a cubin and then left out.
 PROGRAM = """
-import importlib, json, pkgutil, types
+import dataclasses, importlib, json, pkgutil, types
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -85,6 +85,7 @@ for batch, vocab, dtype, plan in (
     (1, 20480, torch.bfloat16, held),
     (64, 20480, torch.bfloat16, held),
     (1, 20480, None, held),
+    (4, 20480, torch.bfloat16, dataclasses.replace(held, prefetch=True)),
     (4, 163840, torch.float16, ChainPlan.of_tiles(64, 132, 163840, 64, held=False)),
     (4, 20480, torch.float32, ChainPlan.of_tiles(64, 132, 20480, 16, held=False)),
 ):

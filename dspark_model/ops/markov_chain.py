@@ -28,7 +28,9 @@ class ChainPlan:
 
     programs: all of them resident at once.  tile: vocabulary rows that one looks at in one go; tiles: of each program.
     rank_lanes: columns of the tables in one go.  held: each program reads its rows of W2 once and keeps them on the chip
-    (tiles = 1); otherwise it reads them for each draft.
+    (tiles = 1); otherwise it reads them for each draft.  cooperative: the driver refuses a grid that cannot be resident at
+    once; without it such a grid never ends.
+    prefetch: each program asks for the W1 rows of its candidates before it knows which one is chosen.
     """
 
     programs: int
@@ -37,6 +39,8 @@ class ChainPlan:
     rank_lanes: int
     held: bool
     warps: int
+    cooperative: bool = True
+    prefetch: bool = False
 
     @classmethod
     def choose(cls, batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device) -> "ChainPlan":
@@ -129,9 +133,9 @@ def markov_chain(
     -inf gives id 0.  With `temperatures` (float32 [B], 0 = greedy) and `uniforms` (float32 [B, K] in [0, 1)) a row of
     temperature t draws from softmax(biased / t) by inversion.
     keep_biased: whether `biased_logits` are returned.
-    backend: `torch`; or `triton`, one launch for the block, greedy.  Its bias sums the same products of R pairs in another
-    order: within R x 2^-23 of the sum of their magnitudes, so that ids are those of `torch` unless two logits lie closer
-    than twice that and the rounding of the sum.  Same input, same bits.
+    backend: `torch`; or `triton`, one launch for the block, greedy.  It sums a base logit and its R products in another order:
+    within (R + 2) x 2^-23 of the sum of their magnitudes, so that ids are those of `torch` unless the two largest logits lie
+    closer than twice that; without a Markov head equal to the bit.  Same input, same bits.
     workspace: of the backend `triton`, for this B, K, V and these tables, on their device.  All programs of the launch wait
     for one another: it is a cooperative launch of at most one program per multiprocessor, which the driver refuses where they
     cannot all be resident.  Two launches with the same workspace must not overlap.
@@ -179,6 +183,8 @@ def _fused(base, anchors, markov_w1, markov_w2, sampled: bool, keep_biased: bool
             batch_lanes=_batch_lanes(batch),
             held=plan.held,
             warps=plan.warps,
+            cooperative=plan.cooperative,
+            prefetch=plan.prefetch,
         )
     return MarkovChainOutput(tokens, previous, biased)
 

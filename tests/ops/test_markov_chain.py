@@ -1,5 +1,6 @@
 """`markov_chain` and `invert_cdf` against a loop in float64; the fused chain also against `torch`."""
 
+import dataclasses
 import math
 
 import pytest
@@ -163,10 +164,8 @@ def check_fused(base, anchors, w1, w2, chain) -> None:
     tokens = chain.draft_tokens.cpu()
     base, w1, w2 = base.cpu(), *(None if w is None else w.cpu() for w in (w1, w2))
     wanted = exact(base, anchors, w1, w2, tokens)
-    sizes, bound = base.double().abs(), torch.zeros(base.shape, dtype=torch.float64)
-    if w1 is not None:
-        bound = w1.shape[1] * FLOAT32_STEP * exact(sizes, anchors, w1.abs(), w2.abs(), tokens)
-    bound += FLOAT32_STEP * sizes
+    rank, w1, w2 = (-2, None, None) if w1 is None else (w1.shape[1], w1.abs(), w2.abs())
+    bound = (rank + 2) * FLOAT32_STEP * exact(base.abs(), anchors, w1, w2, tokens)
     assert (chain.biased_logits.cpu().double() - wanted).abs().le(bound).all()
     assert_bitwise_equal(tokens, chain.biased_logits.cpu().argmax(-1))
     assert_bitwise_equal(chain.previous_tokens.cpu(), torch.cat((anchors[:, None], tokens[:, :-1]), dim=1))
@@ -317,6 +316,19 @@ def test_refusals_are_known_beforehand():
     assert fused_chain_refusal(64, 16, 1 << 24, torch.zeros(1, 1).bfloat16()) is None
     assert "sampled" in fused_chain_refusal(1, 1, 9, None, sampled=True)
     assert "ids" in fused_chain_refusal(1, 1, (1 << 24) + 1, None)
+
+
+@pytest.mark.gpu
+def test_plans_of_the_launch_change_no_bit():
+    base, anchors, (w1, w2) = torch.randn(3, 7, 20480), torch.tensor([0, 77, 20479]), tables(20480, 256, torch.bfloat16)
+    plan = ChainPlan.choose(3, 20480, 256, torch.bfloat16, torch.device(DEVICE))
+    chains = []
+    for changes in ({}, {"prefetch": not plan.prefetch}, {"cooperative": False}):
+        workspace = ChainWorkspace.for_plan(dataclasses.replace(plan, **changes), 3, 7, torch.device(DEVICE))
+        chains.append(fused(base, anchors, w1, w2, workspace=workspace))
+    check_fused(base, anchors, w1, w2, chains[0])
+    for chain in chains[1:]:
+        assert_bitwise_equal(chain.biased_logits, chains[0].biased_logits)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,8 @@ import triton.language as tl
 
 _MAX_ID = tl.constexpr((1 << 24) - 1)
 _LOWEST = tl.constexpr(-(1 << 63))  # below the word of -inf
+_NAN = tl.constexpr(0x7FFFFFFE)  # above inf
+_PENDING = tl.constexpr((1 << 63) - 1)  # above the words of NaN
 _TAGS = tl.constexpr((1 << 8) - 1)
 
 
@@ -39,6 +41,7 @@ def markov_chain_kernel(
     PROGRAM_LANES: tl.constexpr,
     HELD: tl.constexpr,  # each program's rows of W2 stay on the chip
     WIDEN: tl.constexpr,  # multiply in float32
+    PREFETCH_LINES: tl.constexpr,  # cache lines of a row of W1, or 0
 ):
     program = tl.program_id(0)
     rows = tl.arange(0, BATCH_LANES)
@@ -75,6 +78,8 @@ def markov_chain_kernel(
         words = words_ptr + (step * batch + rows) * tl.num_programs(0)
         # The word carries all that the others need, so that no order with other memory is asked for.
         tl.atomic_xchg(words + program, best | tag, mask=live, sem="relaxed", scope="gpu")
+        if PREFETCH_LINES:
+            _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
         if HELD:
             # On its way while the programs meet.
             base = _base_tile(base_rows + (step + 1) * base_step_stride, live & (step + 1 < DRAFTS), first, vocab)
@@ -127,7 +132,7 @@ def _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS: tl.constexpr):
     bits = biased.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(biased == 0, 0, order)  # -0 is no smaller than 0
-    order = tl.where(biased != biased, 0x7FFFFFFF, order)
+    order = tl.where(biased != biased, _NAN, order)
     words = (order.to(tl.int64) << 32) | ((ids ^ _MAX_ID).to(tl.int64) << 8)[:, None]
     return tl.max(tl.where(exists, words, _LOWEST), 0)
 
@@ -138,10 +143,27 @@ def _meet(words, live, tag, LANES: tl.constexpr):
     programs = tl.arange(0, LANES)
     pointers = words[:, None] + programs[None, :]
     mask = live[:, None] & (programs < tl.num_programs(0))[None, :]
+    best = _best_or_pending(pointers, mask, tag)
+    while tl.max(best, 0) == _PENDING:
+        best = _best_or_pending(pointers, mask, tag)
+    return ((best >> 8) & _MAX_ID) ^ _MAX_ID
+
+
+@triton.jit
+def _best_or_pending(pointers, mask, tag):
     found = tl.load(pointers, mask=mask, other=tag | _LOWEST, volatile=True)
-    while tl.max(tl.max(((found & _TAGS) != tag).to(tl.int32), 1), 0) > 0:
-        found = tl.load(pointers, mask=mask, other=tag | _LOWEST, volatile=True)
-    return ((tl.max(found, 1) >> 8) & _MAX_ID) ^ _MAX_ID
+    return tl.max(tl.where((found & _TAGS) == tag, found, _PENDING), 1)
+
+
+@triton.jit
+def _prefetch_rows(w1_ptr, w1_stride, words, live, LINES: tl.constexpr):
+    """Brings the W1 rows of this program's candidates into the L2 cache: one of them is read next, by all."""
+    ids = tl.where(live, ((words >> 8) & _MAX_ID) ^ _MAX_ID, 0)
+    columns = tl.arange(0, LINES) * (128 // (w1_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    pointers = w1_ptr + ids[:, None] * w1_stride + columns[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 def launch_markov_chain(
@@ -155,12 +177,18 @@ def launch_markov_chain(
     batch_lanes: int,
     held: bool,
     warps: int,
+    cooperative: bool,
+    prefetch: bool,
 ) -> None:
     """inputs: base [B, K, V], anchors, W1, W2; meeting: words [K, B, programs], generation; outputs: drafts, previous, biased
     or None; see the kernel for dtypes."""
     (base, anchors, w1, w2), (words, generation), (drafts, previous, biased) = inputs, meeting, outputs
     batch, steps, vocab = base.shape
     programs = words.shape[-1]
+    # The interpreter has no caches.  Whole lines alone, so that nothing behind the row is asked for.
+    line_values = 128 if w1 is None else 128 // w1.element_size()
+    whole = w1 is not None and w1.shape[1] % line_values == 0 and not triton.knobs.runtime.interpret
+    lines = w1.shape[1] // line_values if prefetch and whole else 0
     markov_chain_kernel[(programs,)](
         base,
         base.stride(0),
@@ -187,8 +215,8 @@ def launch_markov_chain(
         HELD=held,
         # The interpreter multiplies in float32 alone.
         WIDEN=triton.knobs.runtime.interpret or (w2 is not None and w2.dtype == torch.float32),
+        PREFETCH_LINES=lines if lines & (lines - 1) == 0 else 0,
         num_warps=warps,
         num_stages=1,
-        # All programs resident, or an error of the driver.
-        launch_cooperative_grid=True,
+        launch_cooperative_grid=cooperative,
     )
