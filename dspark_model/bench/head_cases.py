@@ -54,21 +54,24 @@ class HeadInputs:
         return dataclasses.replace(other, base=self.base)
 
 
-def plans(batch: int, vocab: int, rank: int, device: torch.device) -> dict[str, ChainPlan]:
-    """The plan that the op chooses and others to compare; on a CPU the first alone."""
-    chosen = ChainPlan.choose(batch, vocab, rank, torch.bfloat16, device)
-    if device.type != "cuda":
-        return {"chosen": chosen}
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    others = {
+def chosen_plan(inputs: HeadInputs) -> ChainPlan:
+    """What the op chooses for these inputs."""
+    return ChainPlan.choose(inputs.base.shape[0], *inputs.w2.shape, inputs.w2.dtype, inputs.base.device)
+
+
+def plans(inputs: HeadInputs, *, all_plans: bool) -> dict[str, ChainPlan]:
+    """The plan that the op chooses, with and without prefetch; or all that may be worth it at a rank's shape on an H200."""
+    chosen, (vocab, rank) = chosen_plan(inputs), inputs.w2.shape
+    found = {"chosen": chosen, "prefetch": dataclasses.replace(chosen, prefetch=not chosen.prefetch)}
+    if not all_plans:
+        return found
+    count = torch.cuda.get_device_properties(inputs.base.device).multi_processor_count
+    return found | {
         "not cooperative": dataclasses.replace(chosen, cooperative=False),
-        "prefetch": dataclasses.replace(chosen, prefetch=not chosen.prefetch),
+        # Four warps of at most 255 registers and 80 KB: two fit on each multiprocessor.
+        "two a multiprocessor": ChainPlan.of_tiles(128, 2 * count, vocab, rank),
+        "streaming": ChainPlan.of_tiles(64, count, vocab, 64, held=False),
     }
-    if vocab > 128 * count and rank == 256:
-        # Two programs of four warps and 80 KB fit on each multiprocessor of an H200.
-        others["two a multiprocessor"] = ChainPlan.of_tiles(128, 2 * count, vocab, rank)
-        others["streaming"] = ChainPlan.of_tiles(64, count, vocab, 64, held=False)
-    return {"chosen": chosen, **others}
 
 
 def run_chain(

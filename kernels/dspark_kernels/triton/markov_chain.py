@@ -15,7 +15,7 @@ _PENDING = tl.constexpr((1 << 63) - 1)  # above the words of NaN
 _TAGS = tl.constexpr((1 << 8) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])  # one compilation for all batches of as many lanes
 def markov_chain_kernel(
     base_ptr,  # [B, K, V] float32, values of a row side by side
     base_batch_stride,
