@@ -86,7 +86,7 @@ for batch, vocab, dtype, plan in (
     (64, 20480, torch.bfloat16, held),
     (1, 20480, None, held),
     (4, 20480, torch.bfloat16, dataclasses.replace(held, prefetch=True)),
-    (4, 163840, torch.float16, ChainPlan.of_tiles(64, 132, 163840, 64, held=False)),
+    (4, 163840, torch.float16, ChainPlan.of_tiles(256, 132, 163840, 128, held=False)),
     (4, 20480, torch.float32, ChainPlan.of_tiles(64, 132, 20480, 16, held=False)),
 ):
     w1, w2 = (None, None) if dtype is None else torch.empty(2, vocab, 256, dtype=dtype)

@@ -70,7 +70,7 @@ def plans(inputs: HeadInputs, *, all_plans: bool) -> dict[str, ChainPlan]:
         "not cooperative": dataclasses.replace(chosen, cooperative=False),
         # Four warps of at most 255 registers and 80 KB: two fit on each multiprocessor.
         "two a multiprocessor": ChainPlan.of_tiles(128, 2 * count, vocab, rank),
-        "streaming": ChainPlan.of_tiles(64, count, vocab, 64, held=False),
+        "streaming": ChainPlan.of_tiles(256, count, vocab, 128, held=False),
     }
 
 

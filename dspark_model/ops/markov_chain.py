@@ -55,9 +55,9 @@ class ChainPlan:
             fits = shared + 2048 <= chip.shared_memory_per_block_optin
             if dtype.itemsize == 2 and fits and tile * chip.multi_processor_count >= vocab:
                 return cls.of_tiles(tile, chip.multi_processor_count, vocab, width)
-        # In float32 a thread keeps its operands in registers, for all columns in one go.
-        columns = min(width, 16 if dtype.itemsize == 4 else 64)
-        return cls.of_tiles(64, chip.multi_processor_count, vocab, columns, held=False)
+        # 64 KB of W2 on their way to each multiprocessor; in float32 a thread keeps its operands in registers.
+        tile, columns = (64, 16) if dtype.itemsize == 4 else (256, 128)
+        return cls.of_tiles(tile, chip.multi_processor_count, vocab, min(width, columns), held=False)
 
     @classmethod
     def of_tiles(cls, tile: int, most: int, vocab: int, rank_lanes: int, *, held: bool | None = None) -> "ChainPlan":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import pytest
 import torch
@@ -272,6 +273,30 @@ def test_a_workspace_serves_launch_after_launch(plan):
         chain = fused(base, torch.tensor([launch]), w1, w2, workspace=workspace)
         assert chain.draft_tokens.tolist() == [[launch, launch % 11]]
     assert workspace.generation.item() == 262
+
+
+@pytest.mark.parametrize(
+    ("batch", "vocab", "rank", "dtype", "shared", "wanted"),
+    [
+        (1, 20480, 256, torch.bfloat16, 232_448, ChainPlan(80, 256, 1, 256, True, 8)),
+        (64, 20480, 256, torch.bfloat16, 232_448, ChainPlan(80, 256, 1, 256, True, 8)),
+        (4, 4099, 48, torch.float16, 232_448, ChainPlan(65, 64, 1, 64, True, 4)),
+        (1, 20480, 256, torch.bfloat16, 101_376, ChainPlan(80, 256, 1, 128, False, 8)),
+        (1, 163840, 256, torch.bfloat16, 232_448, ChainPlan(128, 256, 5, 128, False, 8)),
+        (1, 20480, 256, torch.float32, 232_448, ChainPlan(107, 64, 3, 16, False, 4)),
+        (1, 1, 0, torch.bfloat16, 232_448, ChainPlan(1, 64, 1, 16, True, 4)),
+    ],
+)
+def test_plans_put_one_program_on_a_multiprocessor_and_cover_the_vocabulary(
+    monkeypatch, batch, vocab, rank, dtype, shared, wanted
+):
+    chip = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    plan = ChainPlan.choose(batch, vocab, rank, dtype, torch.device("cuda"))
+    assert plan == wanted
+    assert (
+        plan.programs <= 132 and (plan.programs - 1) * plan.tiles * plan.tile < vocab <= plan.programs * plan.tiles * plan.tile
+    )
 
 
 def test_a_fused_empty_batch():
