@@ -454,4 +454,52 @@ MUTANTS = (
         "for tile_m in (16,):",
         "ops/test_low_m_linear.py::test_a_workspace_for_products_serves_them_and_fewer_rows",
     ),
+    Mutant(
+        "kernel_takes_minus_zero_for_less_than_zero", "kernels/dspark_kernels/triton/markov_chain.py",
+        "order = tl.where(biased == 0, 0, order)",
+        "order = order",
+        "ops/test_markov_chain.py::test_fused_ties_nan_and_infinities_are_chosen_as_argmax_does[held]",
+    ),
+    Mutant(
+        "kernel_orders_nan_by_its_sign", "kernels/dspark_kernels/triton/markov_chain.py",
+        "order = tl.where(biased != biased, _NAN, order)",
+        "order = order",
+        "ops/test_markov_chain.py::test_fused_ties_nan_and_infinities_are_chosen_as_argmax_does[streaming]",
+    ),
+    Mutant(
+        "kernel_adds_the_logits_of_the_draft_before", "kernels/dspark_kernels/triton/markov_chain.py",
+        "base_rows + (step + 1) * base_step_stride",
+        "base_rows + step * base_step_stride",
+        "ops/test_markov_chain.py::test_fused_chain_matches_float64[1-7-2-3-held-torch.float32]",
+    ),
+    Mutant(
+        "kernel_leaves_out_the_later_columns_of_the_bias", "kernels/dspark_kernels/triton/markov_chain.py",
+        "range(0, rank, RANK_LANES)",
+        "range(0, RANK_LANES, RANK_LANES)",
+        "ops/test_markov_chain.py::test_fused_chain_matches_float64[2-3-300-40-streaming-torch.bfloat16]",
+    ),
+    Mutant(
+        "kernel_keeps_the_last_tiles_best_alone", "kernels/dspark_kernels/triton/markov_chain.py",
+        "best = tl.maximum(best, _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS))",
+        "best = _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS)",
+        "ops/test_markov_chain.py::test_fused_chain_without_a_head_is_equal_to_the_bit[131-streaming]",
+    ),
+    Mutant(
+        "kernel_chooses_ids_past_the_vocabulary", "kernels/dspark_kernels/triton/markov_chain.py",
+        "tl.where(exists, words, _LOWEST)",
+        "words",
+        "ops/test_markov_chain.py::test_fused_ties_nan_and_infinities_are_chosen_as_argmax_does[held]",
+    ),
+    Mutant(
+        "kernel_forgets_its_launches", "kernels/dspark_kernels/triton/markov_chain.py",
+        "tl.load(generation_ptr) + 1)\n",
+        "tl.load(generation_ptr))\n",
+        "ops/test_markov_chain.py::test_a_workspace_serves_launch_after_launch[held]",
+    ),
+    Mutant(
+        "kernel_weighs_markov_rows_as_hidden_ones", "kernels/dspark_kernels/triton/confidence.py",
+        "weight_ptr + hidden + at",
+        "weight_ptr + at",
+        "ops/test_confidence.py::test_matches_float64[3-7-70-5-torch.float32-triton]",
+    ),
 )  # fmt: skip

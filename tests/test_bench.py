@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dspark_model import ops
+from dspark_model.bench import head_cases
 from dspark_model.bench.gemm_cases import CASES, CHAIN, GemmCase, case_results, chain_results, low_m_tiles, make_workspace
 from dspark_model.bench.k3_rank import k3_rank_config, random_drafter
 from dspark_model.bench.kernel_profile import KernelTime, kernel_times, table
@@ -161,3 +162,29 @@ def test_the_chains_variants_agree():
         pytest.skip("as above")
     results = list(chain_results(3, make_workspace("cpu"), 2, few=False, cases=SMALL_CHAIN, device="cpu"))
     assert [result.failure for result in results] == [None] * 4
+
+
+def test_head_cases_check_and_run_each_variant(monkeypatch):
+    monkeypatch.setattr(head_cases, "SETS", 2)
+    inputs = head_cases.HeadInputs.random(2, 200, 24, 16, drafts=3, device="cpu")
+    usable = head_cases.plans(inputs, all_plans=False)
+    for plan in usable.values():
+        assert 0 < head_cases.check_plan(inputs, plan) < 1
+    for name, work in head_cases.variants(inputs, usable).items():
+        first, second, third = (work() for _ in range(3))
+        if not name.startswith("confidence"):
+            assert_bitwise_equal(third[0].previous_tokens, first[0].previous_tokens)
+            assert not torch.equal(second[0].previous_tokens, first[0].previous_tokens), "the tables must take turns"
+
+
+def test_head_checks_notice_a_wrong_chain(monkeypatch):
+    inputs = head_cases.HeadInputs.random(1, 100, 16, 8, drafts=2, device="cpu")
+    plan = head_cases.chosen_plan(inputs)
+    chain = head_cases.ops.markov_chain
+
+    def without_bias(base, anchors, w1, w2, **options):
+        return chain(base, anchors, w1, w2 * 0, **options)
+
+    monkeypatch.setattr(head_cases.ops, "markov_chain", without_bias)
+    with pytest.raises(AssertionError, match="times the bound"):
+        head_cases.check_plan(inputs, plan)

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 # Without the interpreter.  The ops run on CPU tensors; each launch is compiled for sm_90 to a cubin and then left out.
 PROGRAM = """
 import importlib, json, pkgutil, sys, types
+import dataclasses, importlib, json, pkgutil, types
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -111,6 +112,27 @@ low_m(64, 20480, HIDDEN, norm=True, out_dtype=torch.float32)
 low_m(1, 577, 1535, norm=True, gate_up=True, residual=True)
 low_m(DRAFTS, LATENT, HIDDEN, norm=True, dtype=torch.float32)
 low_m(DRAFTS, LATENT, HIDDEN, dtype=torch.float16)
+# Tables of one rank under TP8, which stay on a chip of 132 multiprocessors, and larger ones.
+from dspark_model.ops.markov_chain import ChainPlan
+
+held = ChainPlan.of_tiles(256, 132, 20480, 256)
+for batch, vocab, dtype, plan in (
+    (1, 20480, torch.bfloat16, held),
+    (64, 20480, torch.bfloat16, held),
+    (1, 20480, None, held),
+    (4, 20480, torch.bfloat16, dataclasses.replace(held, prefetch=True)),
+    (4, 163840, torch.float16, ChainPlan.of_tiles(256, 132, 163840, 128, held=False)),
+    (4, 20480, torch.float32, ChainPlan.of_tiles(64, 132, 20480, 16, held=False)),
+):
+    w1, w2 = (None, None) if dtype is None else torch.empty(2, vocab, 256, dtype=dtype)
+    workspace = ops.ChainWorkspace.for_plan(plan, batch, DRAFTS, torch.device("cpu"))
+    logits = torch.empty(batch, DRAFTS, vocab)
+    for keep in (False, True):
+        ops.markov_chain(logits, integers(batch), w1, w2, keep_biased=keep, backend="triton", workspace=workspace)
+    rows, weight = torch.empty(batch, DRAFTS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN + 256, dtype=torch.bfloat16)
+    if dtype is torch.bfloat16:
+        ops.confidence(rows, weight, weight[:1], w1, integers(batch, DRAFTS), backend="triton")
+    ops.confidence(rows, weight[:HIDDEN], weight[:1], backend="triton")
 
 # Training, at SmolLM2's shape.
 from dspark_kernels.triton.anchor_attention import anchor_attention

@@ -9,6 +9,7 @@ from dspark_model.ops.absorb_queries import absorb_queries
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
 from dspark_model.ops.block_attention import block_attention
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
+from dspark_model.ops.confidence import confidence
 from dspark_model.ops.context_rows import ContextRows, context_rows
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table, refresh_block_table
@@ -17,7 +18,13 @@ from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
 from dspark_model.ops.low_m_linear import LowMProduct, LowMTile, LowMWorkspace, low_m_linear, low_m_tile
-from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
+from dspark_model.ops.markov_chain import (
+    ChainWorkspace,
+    MarkovChainOutput,
+    fused_chain_refusal,
+    markov_chain,
+    tempered_softmax,
+)
 from dspark_model.ops.noise_block import noise_block
 from dspark_model.ops.packed_linear import can_pack, pack_weight, packed_linear
 from dspark_model.ops.per_head_product import per_head_product
@@ -33,6 +40,7 @@ __all__ = [
     "BlockRows",
     "BlockShape",
     "ContextRows",
+    "ChainWorkspace",
     "GivenRows",
     "LengthAdvance",
     "LowMProduct",
@@ -50,9 +58,11 @@ __all__ = [
     "block_fixup",
     "can_pack",
     "context_rows",
+    "confidence",
     "context_store",
     "decode_block_table",
     "fp32_linear",
+    "fused_chain_refusal",
     "latent_norm_rope",
     "latent_norm_rope_store",
     "latent_store",

@@ -6,15 +6,110 @@ import torch
 
 from dspark_model.ops.fp32_linear import fp32_linear
 
+MAX_FUSED_BATCH = 64
+MAX_FUSED_DRAFTS = 16
+MAX_FUSED_VOCAB = 1 << 24  # ids in a candidate's word
+_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class MarkovChainOutput:
-    """draft_tokens: int64 [B, K].  biased_logits: float32 [B, K, V], what each draft was chosen from.
-    previous_tokens: int64 [B, K], the token before each draft: the anchor, then the drafts themselves."""
+    """draft_tokens: int64 [B, K].  previous_tokens: int64 [B, K], the token before each draft: the anchor, then the drafts
+    themselves.  biased_logits: float32 [B, K, V], what each draft was chosen from; None where they were not asked for."""
 
     draft_tokens: torch.Tensor
-    biased_logits: torch.Tensor
     previous_tokens: torch.Tensor
+    biased_logits: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainPlan:
+    """How the fused chain covers a vocabulary.
+
+    programs: all of them resident at once.  tile: vocabulary rows that one looks at in one go; tiles: of each program.
+    rank_lanes: columns of the tables in one go.  held: each program reads its rows of W2 once and keeps them on the chip
+    (tiles = 1); otherwise it reads them for each draft.  cooperative: the driver refuses a grid that cannot be resident at
+    once; without it such a grid never ends.
+    prefetch: each program asks for the W1 rows of its candidates before it knows which one is chosen.
+    """
+
+    programs: int
+    tile: int
+    tiles: int
+    rank_lanes: int
+    held: bool
+    warps: int
+    cooperative: bool = True
+    prefetch: bool = False
+
+    @classmethod
+    def choose(cls, batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device) -> "ChainPlan":
+        """Held where the whole of W2 fits on the device's multiprocessors, one program on each; rank: 0 without a Markov
+        head."""
+        if device.type != "cuda":
+            return cls.of_tiles(_power_of_2(min(vocab, 1024), 16), 1, vocab, _power_of_2(max(rank, 16)))
+        chip = torch.cuda.get_device_properties(device)
+        width, lanes = _power_of_2(max(rank, 16)), _batch_lanes(batch)
+        for tile in (64, 128, 256):
+            shared = (tile + lanes) * width * dtype.itemsize + 4 * tile * lanes
+            fits = shared + 2048 <= chip.shared_memory_per_block_optin
+            if dtype.itemsize == 2 and fits and tile * chip.multi_processor_count >= vocab:
+                return cls.of_tiles(tile, chip.multi_processor_count, vocab, width)
+        # 64 KB of W2 on their way to each multiprocessor; in float32 a thread keeps its operands in registers.
+        tile, columns = (64, 16) if dtype.itemsize == 4 else (256, 128)
+        return cls.of_tiles(tile, chip.multi_processor_count, vocab, min(width, columns), held=False)
+
+    @classmethod
+    def of_tiles(cls, tile: int, most: int, vocab: int, rank_lanes: int, *, held: bool | None = None) -> "ChainPlan":
+        """Tiles spread evenly over at most `most` programs; held, unless said otherwise, where each has one."""
+        count = -(-vocab // tile)
+        tiles = -(-count // most)
+        held = tiles == 1 if held is None else held
+        return cls(-(-count // tiles), tile, tiles, rank_lanes, held, warps=8 if tile >= 256 else 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainWorkspace:
+    """Where the programs of a fused chain meet: for one batch and K, and for one launch at a time.
+
+    plan: of the launch.  words: int64 [K, B, programs], candidates of the launch before.  generation: int64 [1], launches so
+    far; both zero at first, and left to the kernel from then on.
+    """
+
+    plan: ChainPlan
+    words: torch.Tensor
+    generation: torch.Tensor
+
+    @classmethod
+    def for_plan(cls, plan: ChainPlan, batch: int, drafts: int, device: torch.device) -> "ChainWorkspace":
+        words = torch.zeros((drafts, batch, plan.programs), dtype=torch.int64, device=device)
+        return cls(plan, words, torch.zeros(1, dtype=torch.int64, device=device))
+
+    @classmethod
+    def for_tables(
+        cls, batch: int, drafts: int, vocab: int, markov_w2: torch.Tensor | None, device: torch.device
+    ) -> "ChainWorkspace":
+        """For blocks of K drafts of B requests, with `markov_w2` [V, R] or without a Markov head."""
+        rank, dtype = (0, torch.bfloat16) if markov_w2 is None else (markov_w2.shape[1], markov_w2.dtype)
+        return cls.for_plan(ChainPlan.choose(batch, vocab, rank, dtype, device), batch, drafts, device)
+
+
+def fused_chain_refusal(
+    batch: int, drafts: int, vocab: int, markov_w2: torch.Tensor | None, *, sampled: bool = False
+) -> str | None:
+    """Why `markov_chain` with the backend `triton` does not take such blocks; None where it does."""
+    if sampled:
+        return "sampled drafts need a float64 running sum over the vocabulary, which the fused chain does not compute"
+    if batch > MAX_FUSED_BATCH or drafts > MAX_FUSED_DRAFTS or vocab > MAX_FUSED_VOCAB:
+        return (
+            f"the fused chain takes at most {MAX_FUSED_BATCH} requests, {MAX_FUSED_DRAFTS} drafts and {MAX_FUSED_VOCAB} ids, "
+            f"got {batch}, {drafts} and {vocab}"
+        )
+    if markov_w2 is not None and markov_w2.is_mkldnn:
+        return "the fused chain reads plain tables, and W2 is packed for the CPU"
+    if markov_w2 is not None and markov_w2.dtype not in _FUSED_DTYPES:
+        return f"the fused chain takes tables of bfloat16, float16 or float32, got {markov_w2.dtype}"
+    return None
 
 
 def markov_chain(
@@ -25,15 +120,31 @@ def markov_chain(
     *,
     temperatures: torch.Tensor | None = None,
     uniforms: torch.Tensor | None = None,
+    keep_biased: bool = True,
+    backend: str = "torch",
+    workspace: ChainWorkspace | None = None,
 ) -> MarkovChainOutput:
     """For k = 0 .. K-1: biased_k = base_k + W2 W1[x_{k-1}], x_k chosen from biased_k, x_{-1} the anchor
     (DSpark, arXiv 2607.05147).
 
-    base_logits: float32 [B, K, V]; anchors: int64 [B]; markov_w1, markov_w2: [V, R], W2 packed or not (`fp32_linear`), both
-    None for a drafter without a Markov head (bias 0).  The bias accumulates in float32.  Greedy: the largest biased logit,
-    lowest id on ties.  With `temperatures` (float32 [B], 0 = greedy) and `uniforms` (float32 [B, K] in [0, 1)) a row of
+    base_logits: float32 [B, K, V]; anchors: int64 [B], ids of the vocabulary; markov_w1, markov_w2: [V, R], W2 packed or not
+    (`fp32_linear`), both None for a drafter without a Markov head (bias 0).  The bias accumulates in float32.  Greedy: the
+    largest biased logit, lowest id on ties; NaN is larger than all else, so that the first NaN of a row is chosen; a row of
+    -inf gives id 0.  With `temperatures` (float32 [B], 0 = greedy) and `uniforms` (float32 [B, K] in [0, 1)) a row of
     temperature t draws from softmax(biased / t) by inversion.
+    keep_biased: whether `biased_logits` are returned.
+    backend: `torch`; or `triton`, one launch for the block, greedy.  It sums a base logit and its R products in another order:
+    within (R + 2) x 2^-23 of the sum of their magnitudes, so that ids are those of `torch` unless the two largest logits lie
+    closer than twice that; without a Markov head equal to the bit.  Same input, same bits.
+    workspace: of the backend `triton`, for this B, K, V and these tables, on their device.  All programs of the launch wait
+    for one another: it is a cooperative launch of at most one program per multiprocessor, which the driver refuses where they
+    cannot all be resident.  Two launches with the same workspace must not overlap.
+
+    Raises:
+        ValueError: backend `triton`, and `fused_chain_refusal` gives a reason, or tensors or the workspace do not fit.
     """
+    if backend == "triton":
+        return _fused(base_logits, anchors, markov_w1, markov_w2, temperatures is not None, keep_biased, workspace)
     previous = anchors
     tokens, biased_rows, previous_rows = [], [], []
     for step, base in enumerate(base_logits.unbind(1)):
@@ -42,10 +153,81 @@ def markov_chain(
         if temperatures is not None:
             token = torch.where(temperatures > 0, _draw(biased, temperatures, uniforms[:, step]), token)
         previous_rows.append(previous)
-        biased_rows.append(biased)
+        if keep_biased:
+            biased_rows.append(biased)
         tokens.append(token)
         previous = token
-    return MarkovChainOutput(torch.stack(tokens, 1), torch.stack(biased_rows, 1), torch.stack(previous_rows, 1))
+    kept = torch.stack(biased_rows, 1) if keep_biased else None
+    return MarkovChainOutput(torch.stack(tokens, 1), torch.stack(previous_rows, 1), kept)
+
+
+def _fused(base, anchors, markov_w1, markov_w2, sampled: bool, keep_biased: bool, workspace) -> MarkovChainOutput:
+    from dspark_kernels.triton.markov_chain import launch_markov_chain
+
+    batch, drafts, vocab = base.shape
+    reason = fused_chain_refusal(batch, drafts, vocab, markov_w2, sampled=sampled)
+    if reason is not None:
+        raise ValueError(f"markov_chain=triton: {reason}; choose torch")
+    _check_fused(base, anchors, markov_w1, markov_w2, workspace)
+    tokens, previous = (torch.empty((batch, drafts), dtype=torch.int64, device=base.device) for _ in range(2))
+    biased = torch.empty(base.shape, dtype=torch.float32, device=base.device) if keep_biased else None
+    if tokens.numel():
+        plan = workspace.plan
+        launch_markov_chain(
+            (base, anchors, markov_w1, markov_w2),
+            (workspace.words, workspace.generation),
+            (tokens, previous, biased),
+            tile=plan.tile,
+            tiles=plan.tiles,
+            rank_lanes=plan.rank_lanes,
+            batch_lanes=_batch_lanes(batch),
+            held=plan.held,
+            warps=plan.warps,
+            cooperative=plan.cooperative,
+            prefetch=plan.prefetch,
+        )
+    return MarkovChainOutput(tokens, previous, biased)
+
+
+def _check_fused(base, anchors, markov_w1, markov_w2, workspace: ChainWorkspace | None) -> None:
+    batch, drafts, vocab = base.shape
+    if base.dtype is not torch.float32 or base.stride(-1) != 1:
+        raise ValueError(
+            f"base_logits: float32 with values of a row side by side wanted, got {base.dtype} with strides {base.stride()}"
+        )
+    if anchors.dtype is not torch.int64 or anchors.shape != (batch,) or not anchors.is_contiguous():
+        raise ValueError(f"anchors: contiguous int64 [{batch}] wanted, got {anchors.dtype} {list(anchors.shape)}")
+    if (markov_w1 is None) != (markov_w2 is None):
+        raise ValueError("markov_w1 and markov_w2: both or neither wanted, got one")
+    for name, table in (("markov_w1", markov_w1), ("markov_w2", markov_w2)):
+        if table is None:
+            continue
+        wanted = (vocab, markov_w2.shape[-1])
+        if table.shape != wanted or table.dtype is not markov_w2.dtype or table.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: {markov_w2.dtype} {list(wanted)} with values of a row side by side wanted, got {table.dtype} "
+                f"{list(table.shape)} with strides {table.stride()}"
+            )
+    if workspace is None:
+        raise ValueError("markov_chain=triton needs a workspace; make one with ChainWorkspace.for_tables")
+    plan, shape = workspace.plan, (drafts, batch, workspace.plan.programs)
+    if workspace.words.shape != shape or workspace.words.device != base.device:
+        raise ValueError(
+            f"workspace: words {list(shape)} on {base.device} wanted, got {list(workspace.words.shape)} on "
+            f"{workspace.words.device}; make one for this batch and K"
+        )
+    rank = 0 if markov_w2 is None else markov_w2.shape[1]
+    if not plan.programs * plan.tiles * plan.tile >= vocab or (plan.held and (plan.tiles > 1 or plan.rank_lanes < rank)):
+        raise ValueError(f"workspace: {plan} does not cover tables [{vocab}, {rank}]; make one for them")
+
+
+def _batch_lanes(batch: int) -> int:
+    return _power_of_2(max(batch, 16))
+
+
+def _power_of_2(value: int, least: int = 1) -> int:
+    """The smallest power of 2 from `least` on that is not below `value`."""
+    return max(least, 1 << (value - 1).bit_length())
 
 
 def _draw(logits: torch.Tensor, temperatures: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,15 @@
-"""`markov_chain` and `invert_cdf` against a loop in float64."""
+"""`markov_chain` and `invert_cdf` against a loop in float64; the fused chain also against `torch`."""
 
+import dataclasses
 import math
+import types
 
 import pytest
 import torch
+from kernel_kit import DEVICE, watched_memory
 
-from dspark_model.ops import markov_chain
-from dspark_model.ops.markov_chain import invert_cdf
+from dspark_model.ops import ChainWorkspace, fused_chain_refusal, markov_chain
+from dspark_model.ops.markov_chain import ChainPlan, invert_cdf
 from dspark_model.testing import assert_bitwise_equal, poison_
 
 
@@ -117,3 +120,255 @@ def test_a_uniform_that_was_rounded_up_to_1_gives_the_last_possible_index():
 
 def test_inversion_of_an_empty_batch():
     assert invert_cdf(torch.zeros(0, 4), torch.zeros(0)).shape == (0,)
+
+
+# The fused chain.  In the interpreter programs run one after the other, so that there one program has to do it all.
+MOST = 132 if DEVICE == "cuda" else 1
+FLOAT32_STEP = 2.0**-23
+
+
+def tables(vocab: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows apart from one another, with NaN between."""
+    wide = poison_(torch.empty(2, vocab, rank + 3, dtype=dtype))
+    wide[..., :rank] = torch.randn(2, vocab, rank)
+    return tuple(wide.to(DEVICE)[..., :rank])
+
+
+def held_plan(vocab: int, rank: int) -> ChainPlan:
+    """All rows of W2 in one tile, or in tiles of as many programs as can be resident."""
+    tile = next(tile for tile in (16, 64, 256, 1024) if tile * MOST >= vocab and (tile >= 64 or DEVICE == "cpu"))
+    return ChainPlan.of_tiles(tile, MOST, vocab, max(16, 1 << (rank - 1).bit_length()))
+
+
+def streaming_plan(vocab: int, rank: int) -> ChainPlan:
+    """Several tiles to a program, of 16 columns at a time."""
+    return ChainPlan.of_tiles(64, min(MOST, -(-vocab // 128)), vocab, 16, held=False)
+
+
+PLANS = {"held": held_plan, "streaming": streaming_plan}
+
+
+def fused(base, anchors, w1, w2, *, plan: str = "held", keep_biased: bool = True, workspace=None):
+    """The fused chain on moved inputs, watched."""
+    base, anchors = base.to(DEVICE), anchors.to(DEVICE)
+    batch, drafts, vocab = base.shape
+    if workspace is None:
+        shape = PLANS[plan](vocab, 1 if w2 is None else w2.shape[1])
+        workspace = ChainWorkspace.for_plan(shape, batch, drafts, base.device)
+    reads = [tensor for tensor in (base, anchors, w1, w2) if tensor is not None]
+    with watched_memory(*reads, writes=(workspace.words, workspace.generation)):
+        return markov_chain(base, anchors, w1, w2, keep_biased=keep_biased, backend="triton", workspace=workspace)
+
+
+def check_fused(base, anchors, w1, w2, chain) -> None:
+    """Biased logits within the stated bound of float64 along the chain's own tokens, and these its largest logits."""
+    tokens = chain.draft_tokens.cpu()
+    base, w1, w2 = base.cpu(), *(None if w is None else w.cpu() for w in (w1, w2))
+    wanted = exact(base, anchors, w1, w2, tokens)
+    rank, w1, w2 = (-2, None, None) if w1 is None else (w1.shape[1], w1.abs(), w2.abs())
+    bound = (rank + 2) * FLOAT32_STEP * exact(base.abs(), anchors, w1, w2, tokens)
+    assert (chain.biased_logits.cpu().double() - wanted).abs().le(bound).all()
+    assert_bitwise_equal(tokens, chain.biased_logits.cpu().argmax(-1))
+    assert_bitwise_equal(chain.previous_tokens.cpu(), torch.cat((anchors[:, None], tokens[:, :-1]), dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("batch", "drafts", "vocab", "rank"), [(1, 1, 1, 1), (1, 7, 2, 3), (3, 16, 33, 5), (17, 2, 129, 16), (2, 3, 300, 40)]
+)
+def test_fused_chain_matches_float64(dtype, plan, batch, drafts, vocab, rank):
+    base, anchors, (w1, w2) = torch.randn(batch, drafts, vocab), torch.randint(vocab, (batch,)), tables(vocab, rank, dtype)
+    if plan == "held" and dtype is torch.float32 and DEVICE == "cuda":
+        pytest.skip("W2 in float32 is not held")
+    chain = fused(base, anchors, w1, w2, plan=plan)
+    assert (chain.draft_tokens.dtype, chain.draft_tokens.shape) == (torch.int64, (batch, drafts))
+    check_fused(base, anchors, w1, w2, chain)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("vocab", [1, 64, 131])
+def test_fused_chain_without_a_head_is_equal_to_the_bit(plan, vocab):
+    base, anchors = torch.randn(5, 4, vocab), torch.randint(vocab, (5,))
+    chain, wanted = fused(base, anchors, None, None, plan=plan), markov_chain(base, anchors, None, None)
+    for name in ("draft_tokens", "previous_tokens", "biased_logits"):
+        assert_bitwise_equal(getattr(chain, name).cpu(), getattr(wanted, name), name)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_fused_chain_counts_up_and_wraps_around(plan):
+    """W2 W1[x] puts all weight on x + 1."""
+    count = 20.0 * torch.eye(80).roll(1, 0)
+    w1, w2 = torch.eye(80).bfloat16().to(DEVICE), count.bfloat16().to(DEVICE)
+    anchors = torch.tensor([1, 77])
+    chain = fused(torch.randn(2, 5, 80), anchors, w1, w2, plan=plan)
+    assert chain.draft_tokens.tolist() == [[2, 3, 4, 5, 6], [78, 79, 0, 1, 2]]
+    assert chain.previous_tokens.tolist() == [[1, 2, 3, 4, 5], [77, 78, 79, 0, 1]]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_fused_ties_nan_and_infinities_are_chosen_as_argmax_does(plan):
+    """Rows of one vocabulary each, with the winner in any tile; negative, since their bits order the other way round."""
+    vocab, inf, nan = 200, math.inf, math.nan
+    rows = torch.full((8, vocab), -3.0)
+    rows[0, [70, 150, 199]] = -2.0  # tie across tiles
+    rows[1, [5, 6]] = 7.0  # tie within one
+    rows[2, [130, 190]] = torch.tensor([-0.0, 0.0])  # a tie too
+    rows[3, [10, 120, 180]] = torch.tensor([inf, nan, nan])
+    rows[4] = -inf
+    rows[5, [100, 101]] = inf
+    rows[6] = -rows[3]
+    rows[6, 180] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN with its sign set
+    rows[7] = nan
+    base, anchors = rows[None].expand(2, -1, -1).contiguous(), torch.tensor([0, 1])
+    chain = fused(base, anchors, None, None, plan=plan)
+    assert chain.draft_tokens[0].tolist() == [70, 5, 130, 120, 0, 100, 120, 0]
+    assert_bitwise_equal(chain.draft_tokens.cpu(), base.argmax(-1))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_nan_of_one_request_does_not_reach_another(plan):
+    base, anchors, (w1, w2) = torch.randn(3, 4, 90), torch.tensor([3, 4, 5]), tables(90, 8, torch.float32)
+    if DEVICE == "cuda":
+        w1, w2 = w1.bfloat16(), w2.bfloat16()
+    w1[4] = math.nan
+    base[:, :, 4] = -99.0
+    chain = fused(base, anchors, w1, w2, plan=plan)
+    assert chain.draft_tokens[1, 0] == 0 and chain.biased_logits[1, 0].isnan().all()
+    kept = torch.tensor([0, 2])
+    alone = fused(base[kept], anchors[kept], w1, w2, plan=plan)
+    assert alone.biased_logits.isfinite().all()
+    for name in ("draft_tokens", "previous_tokens", "biased_logits"):
+        assert_bitwise_equal(getattr(chain, name).cpu()[kept], getattr(alone, name).cpu(), name)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_fused_logits_are_kept_only_when_asked_for(plan):
+    base, anchors, (w1, w2) = torch.randn(2, 3, 70), torch.tensor([3, 69]), tables(70, 6, torch.bfloat16)
+    kept, bare = (fused(base, anchors, w1, w2, plan=plan, keep_biased=keep) for keep in (True, False))
+    assert bare.biased_logits is None
+    assert markov_chain(base, anchors, w1.cpu(), w2.cpu(), keep_biased=False).biased_logits is None
+    assert_bitwise_equal(bare.draft_tokens, kept.draft_tokens)
+    assert_bitwise_equal(bare.previous_tokens, kept.previous_tokens)
+
+
+def test_fused_chain_reads_logits_of_any_row_stride():
+    base, anchors, (w1, w2) = torch.randn(3, 4, 70), torch.tensor([3, 69, 0]), tables(70, 6, torch.bfloat16)
+    wide = poison_(torch.empty(4, 3, 90)).to(DEVICE)
+    wide[..., :70] = base.transpose(0, 1)
+    chain, wanted = fused(wide.transpose(0, 1)[..., :70], anchors, w1, w2), fused(base, anchors, w1, w2)
+    assert_bitwise_equal(chain.biased_logits, wanted.biased_logits)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_workspace_serves_launch_after_launch(plan):
+    """Past the last of the 256 tags; each launch must use its own words, not those of the launch before."""
+    vocab, drafts = 12, 2
+    (w1, w2), device = tables(vocab, 3, torch.bfloat16), torch.device(DEVICE)
+    workspace = ChainWorkspace.for_plan(PLANS[plan](vocab, 3), 1, drafts, device)
+    workspace.generation.fill_(250)
+    for launch in range(12):
+        base = torch.zeros(1, drafts, vocab)
+        base[0, 0, launch], base[0, 1, launch % 11] = 99.0, 99.0
+        chain = fused(base, torch.tensor([launch]), w1, w2, workspace=workspace)
+        assert chain.draft_tokens.tolist() == [[launch, launch % 11]]
+    assert workspace.generation.item() == 262
+
+
+@pytest.mark.parametrize(
+    ("batch", "vocab", "rank", "dtype", "shared", "wanted"),
+    [
+        (1, 20480, 256, torch.bfloat16, 232_448, ChainPlan(80, 256, 1, 256, True, 8)),
+        (64, 20480, 256, torch.bfloat16, 232_448, ChainPlan(80, 256, 1, 256, True, 8)),
+        (4, 4099, 48, torch.float16, 232_448, ChainPlan(65, 64, 1, 64, True, 4)),
+        (1, 20480, 256, torch.bfloat16, 101_376, ChainPlan(80, 256, 1, 128, False, 8)),
+        (1, 163840, 256, torch.bfloat16, 232_448, ChainPlan(128, 256, 5, 128, False, 8)),
+        (1, 20480, 256, torch.float32, 232_448, ChainPlan(107, 64, 3, 16, False, 4)),
+        (1, 1, 0, torch.bfloat16, 232_448, ChainPlan(1, 64, 1, 16, True, 4)),
+    ],
+)
+def test_plans_put_one_program_on_a_multiprocessor_and_cover_the_vocabulary(
+    monkeypatch, batch, vocab, rank, dtype, shared, wanted
+):
+    chip = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    plan = ChainPlan.choose(batch, vocab, rank, dtype, torch.device("cuda"))
+    assert plan == wanted
+    assert (
+        plan.programs <= 132 and (plan.programs - 1) * plan.tiles * plan.tile < vocab <= plan.programs * plan.tiles * plan.tile
+    )
+
+
+def test_a_fused_empty_batch():
+    workspace = ChainWorkspace.for_tables(0, 3, 9, None, torch.device(DEVICE))
+    chain = fused(torch.empty(0, 3, 9), torch.empty(0, dtype=torch.int64), None, None, workspace=workspace)
+    assert chain.draft_tokens.shape == (0, 3) and chain.biased_logits.shape == (0, 3, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperatures": torch.ones(2)}, "sampled drafts"),
+        ({"base_logits": torch.zeros(65, 3, 9)}, "at most 64 requests"),
+        ({"base_logits": torch.zeros(2, 17, 9)}, "at most 64 requests, 16 drafts"),
+        ({"base_logits": torch.zeros(2, 3, 9).double()}, "base_logits"),
+        ({"base_logits": torch.zeros(2, 9, 3).transpose(1, 2)}, "base_logits"),
+        ({"anchors": torch.zeros(2, dtype=torch.int32)}, "anchors"),
+        ({"anchors": torch.zeros(3, dtype=torch.int64)}, "anchors"),
+        ({"markov_w1": None}, "both or neither"),
+        ({"markov_w1": torch.zeros(9, 3)}, "markov_w1"),
+        ({"markov_w2": torch.zeros(9, 4).double()}, "tables of bfloat16"),
+        ({"markov_w2": torch.zeros(4, 9).T}, "markov_w2"),
+        ({"workspace": None}, "workspace"),
+        ({"workspace": ChainWorkspace.for_tables(1, 3, 9, None, torch.device("cpu"))}, "workspace"),
+        ({"workspace": ChainWorkspace.for_plan(ChainPlan.of_tiles(4, 1, 4, 16), 2, 3, torch.device("cpu"))}, "does not cover"),
+        ({"workspace": ChainWorkspace.for_plan(ChainPlan.of_tiles(16, 1, 9, 2), 2, 3, torch.device("cpu"))}, "does not cover"),
+    ],
+)
+def test_what_the_fused_chain_refuses(changes, message):
+    good = {
+        "base_logits": torch.zeros(2, 3, 9),
+        "anchors": torch.zeros(2, dtype=torch.int64),
+        "markov_w1": torch.zeros(9, 4),
+        "markov_w2": torch.zeros(9, 4),
+        "workspace": ChainWorkspace.for_tables(2, 3, 9, torch.zeros(9, 4), torch.device("cpu")),
+    }
+    with pytest.raises(ValueError, match=message):
+        markov_chain(**(good | changes), backend="triton")
+
+
+def test_refusals_are_known_beforehand():
+    assert fused_chain_refusal(64, 16, 1 << 24, torch.zeros(1, 1).bfloat16()) is None
+    assert "sampled" in fused_chain_refusal(1, 1, 9, None, sampled=True)
+    assert "ids" in fused_chain_refusal(1, 1, (1 << 24) + 1, None)
+
+
+@pytest.mark.gpu
+def test_plans_of_the_launch_change_no_bit():
+    base, anchors, (w1, w2) = torch.randn(3, 7, 20480), torch.tensor([0, 77, 20479]), tables(20480, 256, torch.bfloat16)
+    plan = ChainPlan.choose(3, 20480, 256, torch.bfloat16, torch.device(DEVICE))
+    chains = []
+    for changes in ({}, {"prefetch": not plan.prefetch}, {"cooperative": False}):
+        workspace = ChainWorkspace.for_plan(dataclasses.replace(plan, **changes), 3, 7, torch.device(DEVICE))
+        chains.append(fused(base, anchors, w1, w2, workspace=workspace))
+    check_fused(base, anchors, w1, w2, chains[0])
+    for chain in chains[1:]:
+        assert_bitwise_equal(chain.biased_logits, chains[0].biased_logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "keep_biased"), [(1, True), (4, False), (16, True), (64, True)])
+@pytest.mark.parametrize("vocab", [20480, 20483, 40000])
+def test_programs_meet_on_the_device(batch, keep_biased, vocab):
+    """All multiprocessors, at Kimi K3's shape per rank, and vocabularies that one tile a program does not cover."""
+    w1, w2 = tables(vocab, 256, torch.bfloat16)
+    workspace = ChainWorkspace.for_tables(batch, 7, vocab, w2, torch.device(DEVICE))
+    workspace.generation.fill_(240)  # the tags begin anew on the way
+    for _ in range(20):
+        base, anchors = torch.randn(batch, 7, vocab), torch.randint(vocab, (batch,))
+        base[:, :, [100, vocab - 1]] = 400.0
+        chain = fused(base, anchors, w1, w2, keep_biased=keep_biased, workspace=workspace)
+        if keep_biased:
+            check_fused(base, anchors, w1, w2, chain)
+        again = fused(base, anchors, w1, w2, workspace=workspace)
+        assert_bitwise_equal(again.draft_tokens, chain.draft_tokens)

@@ -1,0 +1,67 @@
+"""The logit of P(draft accepted | the drafts before it accepted)."""
+
+import torch
+
+
+def confidence(
+    final_hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    markov_w1: torch.Tensor | None = None,
+    previous_tokens: torch.Tensor | None = None,
+    *,
+    backend: str = "torch",
+) -> torch.Tensor:
+    """w . [hidden ; W1[previous]] + b in float32: float32 [B, K].
+
+    final_hidden: [B, K, H] after `final_norm`; weight: [H], or [H + R] with `markov_w1` [V, R] and `previous_tokens` int64
+    [B, K], ids of the vocabulary; bias: [1].
+    backend: `torch`; or `triton`, one launch, which sums in another order: within 2^-18 of the sum of the terms' magnitudes.
+
+    Raises:
+        ValueError: backend `triton`, and a tensor does not fit.
+    """
+    if backend == "triton":
+        return _fused(final_hidden, weight, bias, markov_w1, previous_tokens)
+    parts = (final_hidden,) if markov_w1 is None else (final_hidden, markov_w1[previous_tokens])
+    return torch.cat(parts, dim=-1).float() @ weight.float() + bias.float()
+
+
+def _fused(final_hidden, weight, bias, markov_w1, previous_tokens) -> torch.Tensor:
+    import triton
+    from dspark_kernels.triton.confidence import confidence_kernel
+
+    (batch, drafts, hidden), rank = final_hidden.shape, 0 if markov_w1 is None else markov_w1.shape[1]
+    if weight.shape != (hidden + rank,) or not weight.is_contiguous():
+        raise ValueError(f"weight: contiguous [{hidden + rank}] wanted, got {list(weight.shape)}")
+    if final_hidden.stride(-1) != 1 or (markov_w1 is not None and markov_w1.stride(-1) != 1):
+        raise ValueError("final_hidden and markov_w1: values of a row side by side wanted; pass contiguous tensors")
+    if markov_w1 is not None and (
+        previous_tokens.dtype is not torch.int64
+        or previous_tokens.shape != (batch, drafts)
+        or not previous_tokens.is_contiguous()
+    ):
+        raise ValueError(
+            f"previous_tokens: contiguous int64 [{batch}, {drafts}] wanted, got {previous_tokens.dtype} "
+            f"{list(previous_tokens.shape)}"
+        )
+    out = torch.empty((batch, drafts), dtype=torch.float32, device=final_hidden.device)
+    if out.numel():
+        confidence_kernel[(batch * drafts,)](
+            final_hidden,
+            final_hidden.stride(0),
+            final_hidden.stride(1),
+            previous_tokens,
+            markov_w1,
+            0 if markov_w1 is None else markov_w1.stride(0),
+            weight,
+            bias,
+            out,
+            drafts,
+            hidden,
+            rank,
+            LANES=min(8192, triton.next_power_of_2(hidden)),
+            RANK_LANES=triton.next_power_of_2(max(rank, 1)),
+            num_warps=8,
+        )
+    return out

@@ -1,0 +1,222 @@
+"""The Markov chain of a block in one launch: all programs are resident and meet once a draft.
+
+A candidate is one int64 word, so that it is published and read whole: bits 63 to 32 the logit as an integer of the same order,
+31 to 8 the complement of its id, 7 to 0 the launch's tag.  The largest word is the largest logit with the lowest id.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_MAX_ID = tl.constexpr((1 << 24) - 1)
+_LOWEST = tl.constexpr(-(1 << 63))  # below the word of -inf
+_NAN = tl.constexpr(0x7FFFFFFE)  # above inf
+_PENDING = tl.constexpr((1 << 63) - 1)  # above the words of NaN
+_TAGS = tl.constexpr((1 << 8) - 1)
+
+
+@triton.jit(do_not_specialize=["batch"])  # one compilation for all batches of as many lanes
+def markov_chain_kernel(
+    base_ptr,  # [B, K, V] float32, values of a row side by side
+    base_batch_stride,
+    base_step_stride,
+    anchors_ptr,  # [B] int64
+    w1_ptr,  # [V, R], or None
+    w1_stride,
+    w2_ptr,  # [V, R], or None
+    w2_stride,
+    words_ptr,  # [K, B, programs] int64, the words of the launch before or zeros
+    generation_ptr,  # [1] int64, launches before this one
+    drafts_ptr,  # [B, K] int64
+    previous_ptr,  # [B, K] int64
+    biased_ptr,  # [B, K, V] float32, or None
+    batch,
+    vocab,
+    rank,
+    tiles,  # of each program; 1 where HELD
+    DRAFTS: tl.constexpr,
+    TILE: tl.constexpr,
+    BATCH_LANES: tl.constexpr,
+    RANK_LANES: tl.constexpr,  # the whole rank where HELD
+    PROGRAM_LANES: tl.constexpr,
+    HELD: tl.constexpr,  # each program's rows of W2 stay on the chip
+    WIDEN: tl.constexpr,  # multiply in float32
+    PREFETCH_LINES: tl.constexpr,  # cache lines of a row of W1, or 0
+):
+    program = tl.program_id(0)
+    rows = tl.arange(0, BATCH_LANES)
+    live = rows < batch
+    # Every word is written in every launch, so that any tag but the last one's tells a new word from an old one.
+    tag = (tl.load(generation_ptr) + 1) & _TAGS
+    previous = tl.load(anchors_ptr + rows, mask=live, other=0)
+    base_rows = base_ptr + rows.to(tl.int64) * base_batch_stride
+    first = program * tiles * TILE + tl.arange(0, TILE)
+    if HELD:
+        if w2_ptr is not None:
+            w2 = _w2_part(w2_ptr, w2_stride, first, vocab, 0, rank, RANK_LANES)
+        base = _base_tile(base_rows, live, first, vocab)
+    for step in range(DRAFTS):
+        if program == 0:
+            tl.store(previous_ptr + rows * DRAFTS + step, previous, mask=live)
+        if HELD:
+            if w2_ptr is not None:
+                part = _w1_part(w1_ptr, w1_stride, previous, live, 0, rank, RANK_LANES)
+                base += _product(w2, part, WIDEN)
+            best = _choose(base, first, vocab, live, biased_ptr, step, DRAFTS)
+        else:
+            best = tl.full((BATCH_LANES,), _LOWEST, tl.int64)
+            for tile in range(tiles):
+                ids = first + tile * TILE
+                biased = _base_tile(base_rows + step * base_step_stride, live, ids, vocab)
+                if w2_ptr is not None:
+                    bias = tl.zeros((TILE, BATCH_LANES), tl.float32)
+                    for start in range(0, rank, RANK_LANES):
+                        part = _w1_part(w1_ptr, w1_stride, previous, live, start, rank, RANK_LANES)
+                        bias += _product(_w2_part(w2_ptr, w2_stride, ids, vocab, start, rank, RANK_LANES), part, WIDEN)
+                    biased += bias
+                best = tl.maximum(best, _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS))
+        words = words_ptr + (step * batch + rows) * tl.num_programs(0)
+        # The word carries all that the others need, so that no order with other memory is asked for.
+        tl.atomic_xchg(words + program, best | tag, mask=live, sem="relaxed", scope="gpu")
+        if PREFETCH_LINES:
+            _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
+        if HELD:
+            # On its way while the programs meet.
+            base = _base_tile(base_rows + (step + 1) * base_step_stride, live & (step + 1 < DRAFTS), first, vocab)
+        if (step + 1 < DRAFTS) | (program == 0):
+            previous = _meet(words, live, tag, PROGRAM_LANES)
+        if program == 0:
+            tl.store(drafts_ptr + rows * DRAFTS + step, previous, mask=live)
+    if program == 0:
+        # All have published the last word, and so have read the generation.
+        tl.store(generation_ptr, tl.load(generation_ptr) + 1)
+
+
+@triton.jit
+def _w2_part(w2_ptr, w2_stride, ids, vocab, start, rank, LANES: tl.constexpr):
+    """[TILE, LANES]; rows and columns that do not exist are 0."""
+    columns = start + tl.arange(0, LANES)
+    pointers = w2_ptr + ids.to(tl.int64)[:, None] * w2_stride + columns[None, :]
+    return tl.load(pointers, mask=(ids < vocab)[:, None] & (columns < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def _w1_part(w1_ptr, w1_stride, tokens, live, start, rank, LANES: tl.constexpr):
+    """[BATCH_LANES, LANES]"""
+    columns = start + tl.arange(0, LANES)
+    pointers = w1_ptr + tokens[:, None] * w1_stride + columns[None, :]
+    return tl.load(pointers, mask=live[:, None] & (columns < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def _product(w2, w1, WIDEN: tl.constexpr):
+    """[TILE, BATCH_LANES] in float32."""
+    if WIDEN:
+        return tl.dot(w2.to(tl.float32), tl.trans(w1.to(tl.float32)), input_precision="ieee")
+    return tl.dot(w2, tl.trans(w1))
+
+
+@triton.jit
+def _base_tile(base_rows, live, ids, vocab):
+    """[TILE, BATCH_LANES]"""
+    return tl.load(base_rows[None, :] + ids[:, None], mask=(ids < vocab)[:, None] & live[None, :], other=0.0)
+
+
+@triton.jit
+def _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS: tl.constexpr):
+    """The best word of each request, without a tag; keeps the logits where `biased_ptr` says so."""
+    exists = (ids < vocab)[:, None]
+    if biased_ptr is not None:
+        rows = tl.arange(0, biased.shape[1]).to(tl.int64) * DRAFTS + step
+        tl.store(biased_ptr + rows[None, :] * vocab + ids[:, None], biased, mask=exists & live[None, :])
+    bits = biased.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(biased == 0, 0, order)  # -0 is no smaller than 0
+    order = tl.where(biased != biased, _NAN, order)
+    words = (order.to(tl.int64) << 32) | ((ids ^ _MAX_ID).to(tl.int64) << 8)[:, None]
+    return tl.max(tl.where(exists, words, _LOWEST), 0)
+
+
+@triton.jit
+def _meet(words, live, tag, LANES: tl.constexpr):
+    """Waits for all programs' words of a draft; the chosen ids, int64 [BATCH_LANES]."""
+    programs = tl.arange(0, LANES)
+    pointers = words[:, None] + programs[None, :]
+    mask = live[:, None] & (programs < tl.num_programs(0))[None, :]
+    best = _best_or_pending(pointers, mask, tag)
+    while tl.max(best, 0) == _PENDING:
+        best = _best_or_pending(pointers, mask, tag)
+    return ((best >> 8) & _MAX_ID) ^ _MAX_ID
+
+
+@triton.jit
+def _best_or_pending(pointers, mask, tag):
+    found = tl.load(pointers, mask=mask, other=tag | _LOWEST, volatile=True)
+    return tl.max(tl.where((found & _TAGS) == tag, found, _PENDING), 1)
+
+
+@triton.jit
+def _prefetch_rows(w1_ptr, w1_stride, words, live, LINES: tl.constexpr):
+    """Brings the W1 rows of this program's candidates into the L2 cache: one of them is read next, by all."""
+    ids = tl.where(live, ((words >> 8) & _MAX_ID) ^ _MAX_ID, 0)
+    columns = tl.arange(0, LINES) * (128 // (w1_ptr.dtype.element_ty.primitive_bitwidth // 8))
+    pointers = w1_ptr + ids[:, None] * w1_stride + columns[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def launch_markov_chain(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    meeting: tuple[torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    *,
+    tile: int,
+    tiles: int,
+    rank_lanes: int,
+    batch_lanes: int,
+    held: bool,
+    warps: int,
+    cooperative: bool,
+    prefetch: bool,
+) -> None:
+    """inputs: base [B, K, V], anchors, W1, W2; meeting: words [K, B, programs], generation; outputs: drafts, previous, biased
+    or None; see the kernel for dtypes."""
+    (base, anchors, w1, w2), (words, generation), (drafts, previous, biased) = inputs, meeting, outputs
+    batch, steps, vocab = base.shape
+    programs = words.shape[-1]
+    # The interpreter has no caches.  Whole lines alone, so that nothing behind the row is asked for.
+    line_values = 128 if w1 is None else 128 // w1.element_size()
+    whole = w1 is not None and w1.shape[1] % line_values == 0 and not triton.knobs.runtime.interpret
+    lines = w1.shape[1] // line_values if prefetch and whole else 0
+    markov_chain_kernel[(programs,)](
+        base,
+        base.stride(0),
+        base.stride(1),
+        anchors,
+        w1,
+        0 if w1 is None else w1.stride(0),
+        w2,
+        0 if w2 is None else w2.stride(0),
+        words,
+        generation,
+        drafts,
+        previous,
+        biased,
+        batch,
+        vocab,
+        0 if w2 is None else w2.shape[1],
+        tiles,
+        DRAFTS=steps,
+        TILE=tile,
+        BATCH_LANES=batch_lanes,
+        RANK_LANES=rank_lanes,
+        PROGRAM_LANES=triton.next_power_of_2(programs),
+        HELD=held,
+        # The interpreter multiplies in float32 alone.
+        WIDEN=triton.knobs.runtime.interpret or (w2 is not None and w2.dtype == torch.float32),
+        PREFETCH_LINES=lines if lines & (lines - 1) == 0 else 0,
+        num_warps=warps,
+        num_stages=1,
+        launch_cooperative_grid=cooperative,
+    )
