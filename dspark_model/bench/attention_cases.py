@@ -1,7 +1,7 @@
 """What `scripts/bench_attention.py` times: block attention of one layer over rotating pools, its floors and errors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -105,22 +105,25 @@ def error_against_float64(case: AttentionCase, out: torch.Tensor) -> float:
 
 
 def tunings() -> dict:
-    """The launch shapes that take part, by name: query rows x keys a tile, warps, stages."""
+    """The launch shapes that take part, by name: query rows x keys a tile, stages."""
     from dspark_kernels.triton.block_attention import Tuning
 
-    plain = {
-        "64x64 w8 s2": Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, overlap=True),
-        "64x32 w8 s4": Tuning(row_tile=64, key_tile=32, num_warps=8, num_stages=4, overlap=True),
-        "16x64 w8 s2": Tuning(row_tile=16, key_tile=64, num_warps=8, num_stages=2, overlap=True),
-        "32x32 w8 s3": Tuning(row_tile=32, key_tile=32, num_warps=8, num_stages=3, overlap=True),
-        "16x32 w8 s3": Tuning(row_tile=16, key_tile=32, num_warps=8, num_stages=3, overlap=True),
+    shapes = {  # a row tile below 64 asks for more of L2 and less of one processor
+        "64x64 s2": (64, 64, 2),
+        "64x32 s4": (64, 32, 4),
+        "32x32 s4": (32, 32, 4),
+        "16x32 s4": (16, 32, 4),
+        "16x64 s2": (16, 64, 2),
     }
-    serial = {"64x64 w8 s2 serial": Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, overlap=False)}
-    two = {
-        "32x32 w8 s3 two a SM": Tuning(row_tile=32, key_tile=32, num_warps=8, num_stages=3, programs_per_sm=2, overlap=True),
-        "16x64 w8 s2 from 2": Tuning(row_tile=16, key_tile=64, num_warps=8, num_stages=2, min_tiles=2, overlap=True),
+    found = {
+        name: Tuning(row_tile=rows, key_tile=keys, num_warps=8, num_stages=stages, overlap=True)
+        for name, (rows, keys, stages) in shapes.items()
     }
-    return plain | serial | two
+    found["64x64 by hand"] = replace(found["64x64 s2"], by_hand=True)
+    found["64x64 by hand serial"] = replace(found["64x64 by hand"], overlap=False)
+    found["16x64 s2 from 2"] = replace(found["16x64 s2"], min_tiles=2)
+    found["16x32 s4 from 4"] = replace(found["16x32 s4"], min_tiles=4)
+    return found
 
 
 def kernel_call(case: AttentionCase, tuning, processors: int) -> Callable[[int], torch.Tensor]:

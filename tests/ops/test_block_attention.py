@@ -189,14 +189,13 @@ def test_kernel_refuses_what_it_does_not_know(change):
         attend((queries, latents, table, context, seq), backend="triton")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("page_size", [16, 32, 48, 64, 128])
-@pytest.mark.parametrize("context", [[1, 130, 0], [15, 17]], ids=str)
+@pytest.mark.parametrize(("page_size", "causal"), [(16, False), (16, True), (32, False), (48, True), (64, False), (128, True)])
+@pytest.mark.parametrize("context", [[1, 70, 0], [15, 17]], ids=str)
 def test_kernel_matches_float64_with_nan_in_every_row_that_is_not_a_key(context, page_size, causal):
-    kernel_like_float64(make(context, rows=3, page_size=page_size), causal=causal)
+    kernel_like_float64(make(context, rows=2, page_size=page_size), causal=causal)
 
 
-@pytest.mark.parametrize("slack", [1, 15, 16, 200])
+@pytest.mark.parametrize("slack", [1, 200])
 def test_kernel_with_a_loose_bound_on_the_length(slack):
     inputs = make([33, 6], rows=4, page_size=16)
     assert_bitwise_equal(kernel_like_float64(inputs, slack=slack), kernel(inputs))
@@ -222,13 +221,13 @@ def test_kernel_window_never_reads_what_left_it(causal, window):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernel_takes_both_layouts_and_strided_queries(layout):
-    queries, latents, table, context, seq = make([37, 2], rows=3, page_size=16)
+    queries, latents, table, context, seq = make([20, 2], rows=2, page_size=16)
     expected = kernel((queries, latents, table, context, seq))
     shape = (3, *latents.shape) if layout == "layer_major" else (latents.shape[0], 3, *latents.shape[1:])
     pool = poison_(torch.empty(shape))
     view = pool[1] if layout == "layer_major" else pool[:, 1]
     view.copy_(latents)
-    wide = poison_(torch.empty(2, HEADS + 1, 3, WIDTH + 2))
+    wide = poison_(torch.empty(2, HEADS + 1, 2, WIDTH + 2))
     turned = wide[:, :HEADS, :, :WIDTH].transpose(1, 2)
     turned.copy_(queries)
     assert_bitwise_equal(kernel((turned, view, table, context, seq)), expected)
@@ -236,7 +235,7 @@ def test_kernel_takes_both_layouts_and_strided_queries(layout):
 
 @pytest.mark.parametrize("order", ["front", "back", "between"])
 def test_a_request_gives_the_same_bits_alone_and_among_dummies(order):
-    queries, latents, table, context, seq = make([90, 40], rows=3, page_size=16)
+    queries, latents, table, context, seq = make([70, 20], rows=1, page_size=16)
     places = {"front": [3, 4], "back": [0, 1], "between": [1, 3]}[order]
     padded = [value.new_full((5, *value.shape[1:]), -1) for value in (table, context)]
     more_queries = torch.full((5, *queries.shape[1:]), float("nan"))
@@ -251,7 +250,7 @@ def test_a_request_gives_the_same_bits_alone_and_among_dummies(order):
 
 
 def test_kernel_repeats_its_bits():
-    inputs = make([90, 40, 7], rows=3, page_size=16)
+    inputs = make([70, 20, 7], rows=1, page_size=16)
     assert_bitwise_equal(kernel(inputs), kernel(inputs))
 
 

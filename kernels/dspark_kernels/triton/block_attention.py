@@ -14,7 +14,8 @@ class Tuning:
 
     row_tile, key_tile: query rows and keys of one product, powers of two of at least 16; min_tiles: how few key tiles are worth
     a share of their own; merge_columns, merge_pieces: what a merging program reads at once; overlap: the merge is launched
-    while the shares end (programmatic dependent launch), CUDA only.
+    while the shares end (programmatic dependent launch), CUDA only; by_hand: the kernel of `block_attention_hopper`, for tiles
+    of 64 x 64, 8 warps and latents of 512 + 64 in 16 bits.
     """
 
     row_tile: int
@@ -25,6 +26,7 @@ class Tuning:
     min_tiles: int = 1
     merge_columns: int = 128
     merge_pieces: int = 32
+    by_hand: bool = False
     overlap: bool = False
 
 
@@ -306,14 +308,11 @@ def block_attention(
         "OVERLAP": tuning.overlap,
     }
     window = 0 if window is None else window
-    block_attention_kernel[(row_tiles, launched)](
+    arguments = (
         queries,
-        queries.stride(0),
-        queries.stride(1),
-        queries.stride(2),
+        *queries.stride()[:3],
         latents,
-        latents.stride(0),
-        latents.stride(1),
+        *latents.stride()[:2],
         page_table,
         page_table.stride(0),
         context_lens,
@@ -326,15 +325,30 @@ def block_attention(
         softmax_scale * 1.4426950408889634,
         rows,
         heads,
-        LATENT_LANES=max(16, triton.next_power_of_2(kv_lora_rank)),
-        ROPE=width - kv_lora_rank,
-        ROPE_LANES=max(16, triton.next_power_of_2(width - kv_lora_rank)),
-        PAGE_SIZE=page_size,
-        CAUSAL=causal,
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-        **shared,
     )
+    if tuning.by_hand:
+        from dspark_kernels.triton.block_attention_hopper import block_attention_hopper_kernel
+
+        block_attention_hopper_kernel[(row_tiles, launched)](
+            *arguments,
+            PAGE_SIZE=page_size,
+            CAUSAL=causal,
+            WINDOWED=shared["WINDOWED"],
+            MIN_TILES=tuning.min_tiles,
+            num_warps=8,
+        )
+    else:
+        block_attention_kernel[(row_tiles, launched)](
+            *arguments,
+            LATENT_LANES=max(16, triton.next_power_of_2(kv_lora_rank)),
+            ROPE=width - kv_lora_rank,
+            ROPE_LANES=max(16, triton.next_power_of_2(width - kv_lora_rank)),
+            PAGE_SIZE=page_size,
+            CAUSAL=causal,
+            num_warps=tuning.num_warps,
+            num_stages=tuning.num_stages,
+            **shared,
+        )
     launch = {"launch_pdl": True} if tuning.overlap else {}
     columns = min(tuning.merge_columns, triton.next_power_of_2(kv_lora_rank))
     block_attention_merge_kernel[(rows, triton.cdiv(kv_lora_rank, columns), batch)](
