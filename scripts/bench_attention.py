@@ -101,7 +101,7 @@ def stop_build(*_) -> None:
 
 def summary(rows: list[dict]) -> int:
     """The best launch shape of each case, beside FlashInfer."""
-    status = 0
+    status = 0 if rows else 1
     print(f"{'B':>2} {'context':>7} {'heads':>5} {'best':24} {'us':>8} {'floor':>7} {'flashinfer':>10}")
     for batch, context, heads in dict.fromkeys((row["batch"], row["context"], row["heads"]) for row in rows):
         here = [row for row in rows if (row["batch"], row["context"], row["heads"]) == (batch, context, heads)]

@@ -301,3 +301,43 @@ def test_kernel_on_the_device_is_as_exact_as_its_dtype(rows, heads, context, pag
     assert_bitwise_equal(case.run(backend="triton"), ours)
     error, rounded = error_against_float64(case, ours), error_against_float64(case, case.rounded_reference())
     assert error <= 1.2 * rounded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 1000), (True, 64)])
+@pytest.mark.parametrize(("page_size", "heads", "layout"), [(16, 8, 0), (32, 64, 1), (48, 12, 1), (128, 1, 0)])
+def test_kernels_of_64_rows_on_the_device(page_size, heads, layout, causal, window, by_hand):
+    """Ragged requests and dummies, NaN in every row that is not a key, at the width of the device's kernels."""
+    from dspark_kernels.triton.block_attention import Tuning
+    from dspark_kernels.triton.block_attention import block_attention as launch
+
+    context, block, rank, width = [3000, 0, 1, 63, 64, 65, 12345], 7, 512, 576
+    seq = torch.tensor([length + block for length in context], device="cuda")
+    seq[1] = 0
+    counts = [-(-length // page_size) for length in seq.tolist()]
+    order = torch.randperm(sum(counts) + 2, device="cuda").int()
+    table = torch.full((len(context), max(counts) + 1), -1, dtype=torch.int32, device="cuda")
+    shape = (2, len(order), page_size, width) if layout == 0 else (len(order), 2, page_size, width)
+    latents = torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda").unbind(layout)[1]
+    used = 0
+    for b, count in enumerate(counts):
+        pages = order[used : used + count]
+        table[b, :count], used = pages, used + count
+        rows = torch.randn(int(seq[b]), width, device="cuda").bfloat16()
+        places = torch.arange(len(rows), device="cuda")
+        latents[pages[places // page_size].long(), places % page_size] = rows
+    queries = torch.randn(len(context), block, heads, width, device="cuda").bfloat16()
+    lens = torch.tensor(context, device="cuda")
+    arguments = (queries, latents, table, lens, seq)
+    options = {"kv_lora_rank": rank, "softmax_scale": 0.07, "max_seq_len": 16384, "causal": causal, "window": window}
+    tuning = Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, by_hand=by_hand)
+    ours = launch(*arguments, processors=132, tuning=tuning, **options)
+    expected = block_attention(*arguments, **options)
+    torch.testing.assert_close(ours.float(), expected.float(), rtol=2e-2, atol=1e-2)
+    assert_bitwise_equal(ours[1], torch.zeros_like(ours[1]))
+    assert_bitwise_equal(launch(*arguments, processors=132, tuning=tuning, **options), ours)
+    alone = [value[6:] if value is not latents else value for value in arguments]
+    several = [torch.cat((torch.zeros_like(value), value)) if value is not latents else value for value in alone]
+    one, two = (launch(*some, processors=132, tuning=tuning, **options) for some in (alone, several))
+    assert_bitwise_equal(two[1:], one)
