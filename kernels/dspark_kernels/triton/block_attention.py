@@ -362,8 +362,8 @@ def block_attention(
         launched,
         row_tiles,
         rows,
-        SHARE_LANES=triton.next_power_of_2(launched),
-        PIECES=min(tuning.merge_pieces, triton.next_power_of_2(launched)),
+        SHARE_LANES=max(256, triton.next_power_of_2(launched)),  # few builds
+        PIECES=tuning.merge_pieces,
         COLUMNS=columns,
         num_warps=4,
         **shared,
