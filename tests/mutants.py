@@ -502,4 +502,52 @@ MUTANTS = (
         "weight_ptr + at",
         "ops/test_confidence.py::test_matches_float64[3-7-70-5-torch.float32-triton]",
     ),
+    Mutant(
+        "kernel_reads_behind_the_keys", "kernels/dspark_kernels/triton/block_attention.py",
+        "at = tl.minimum(start + keys, last_key)",
+        "at = start + keys",
+        "ops/test_block_attention.py::test_kernel_with_a_block_that_was_cut_at_its_pages[False-1]",
+    ),
+    Mutant(
+        "kernel_sees_the_repeated_key", "kernels/dspark_kernels/triton/block_attention.py",
+        "seen = key < seq_len",
+        "seen = key >= 0",
+        "ops/test_block_attention.py::test_kernel_with_a_loose_bound_on_the_length[1]",
+    ),
+    Mutant(
+        "kernel_sees_what_left_the_window", "kernels/dspark_kernels/triton/block_attention.py",
+        "seen = seen & (key >= first_key)",
+        "seen = seen",
+        "ops/test_block_attention.py::test_kernel_window_never_reads_what_left_it[False-17]",
+    ),
+    Mutant(
+        "kernel_causal_mask_is_one_short", "kernels/dspark_kernels/triton/block_attention.py",
+        "<= (context_len + rows // heads)",
+        "< (context_len + rows // heads)",
+        "ops/test_block_attention.py::test_kernel_with_any_count_of_heads_and_rows[8-2]",
+    ),
+    Mutant(
+        "kernel_takes_attention_pages_for_adjacent", "kernels/dspark_kernels/triton/block_attention.py",
+        "page.to(tl.int64) * page_stride",
+        "page.to(tl.int64) * PAGE_SIZE * latent_stride",
+        "ops/test_block_attention.py::test_kernel_takes_both_layouts_and_strided_queries[page_major]",
+    ),
+    Mutant(
+        "merge_takes_each_piece_for_a_beginning", "kernels/dspark_kernels/triton/block_attention.py",
+        "(some == 0).to(tl.int32)",
+        "1",
+        "ops/test_block_attention.py::test_kernel_merges_any_split[7-1]",
+    ),
+    Mutant(
+        "merge_skips_requests_without_keys", "kernels/dspark_kernels/triton/block_attention.py",
+        "if count == 0:",
+        "if count < 0:",
+        "ops/test_block_attention.py::test_kernel_with_empty_batches_and_lengths[2-40]",
+    ),
+    Mutant(
+        "window_is_one_row_longer", "dspark_model/ops/block_attention.py",
+        "(index >= context_lens[:, None] - window)",
+        "(index >= context_lens[:, None] - window - 1)",
+        "ops/test_block_attention.py::test_window_hides_older_context_and_never_uses_its_pages[False-3]",
+    ),
 )  # fmt: skip

@@ -1,7 +1,10 @@
 """`block_attention` against a loop over requests, rows and heads in float64."""
 
+import dataclasses
+
 import pytest
 import torch
+from kernel_kit import DEVICE, LAYOUTS, watched_memory
 
 from dspark_model.ops import block_attention
 from dspark_model.testing import assert_bitwise_equal, poison_
@@ -10,7 +13,13 @@ HEADS, RANK, WIDTH, SCALE = 3, 6, 9, 0.3
 
 
 def make(
-    context: list[int], rows: int, page_size: int, dtype=torch.float32, spare_pages: int = 2, block_rows: int | None = None
+    context: list[int],
+    rows: int,
+    page_size: int,
+    dtype=torch.float32,
+    spare_pages: int = 2,
+    block_rows: int | None = None,
+    heads: int = HEADS,
 ):
     """Queries, a pool that is NaN wherever no request has a row, a page table, context and key counts."""
     seq = [length + (rows if block_rows is None else block_rows) for length in context]
@@ -24,30 +33,52 @@ def make(
         table[b, :count] = torch.tensor(pages, dtype=torch.int32)
         for row in range(seq[b]):
             latents[pages[row // page_size], row % page_size] = torch.randn(WIDTH).to(dtype)
-    queries = torch.randn(len(context), rows, HEADS, WIDTH).to(dtype)
+    queries = torch.randn(len(context), rows, heads, WIDTH).to(dtype)
     return queries, latents, table, torch.tensor(context, dtype=torch.int64), torch.tensor(seq, dtype=torch.int64)
 
 
-def exact(queries, latents, table, context, seq, *, causal: bool) -> torch.Tensor:
-    batch, rows = queries.shape[:2]
-    out = torch.zeros(batch, rows, HEADS, RANK, dtype=torch.float64)
+def exact(queries, latents, table, context, seq, *, causal: bool, window: int | None = None) -> torch.Tensor:
+    batch, rows, heads = queries.shape[:3]
+    out = torch.zeros(batch, rows, heads, RANK, dtype=torch.float64)
     page_size = latents.shape[1]
     for b in range(batch):
-        places = [(int(table[b, i // page_size]), i % page_size) for i in range(int(seq[b]))]
+        first = 0 if window is None else max(0, int(context[b]) - window)
+        places = [(int(table[b, i // page_size]), i % page_size) for i in range(first, int(seq[b]))]
         for j in range(rows):
-            seen = places[: int(context[b]) + j + 1] if causal else places
+            seen = places[: int(context[b]) + j + 1 - first] if causal else places
             if not seen:
                 continue
             keys = torch.stack([latents[place] for place in seen]).double()
-            for h in range(HEADS):
+            for h in range(heads):
                 weight = torch.softmax(SCALE * keys @ queries[b, j, h].double(), 0)
                 out[b, j, h] = weight @ keys[:, :RANK]
     return out
 
 
-def attend(inputs, *, causal=False, slack=0) -> torch.Tensor:
+def attend(inputs, *, causal=False, slack=0, window=None, backend="torch") -> torch.Tensor:
     longest = max(inputs[4].tolist(), default=0)
-    return block_attention(*inputs, kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=longest + slack, causal=causal)
+    return block_attention(
+        *inputs,
+        kv_lora_rank=RANK,
+        softmax_scale=SCALE,
+        max_seq_len=longest + slack,
+        causal=causal,
+        window=window,
+        backend=backend,
+    )
+
+
+def kernel(inputs, **options) -> torch.Tensor:
+    """The Triton backend's result, on the CPU.  It reads nothing but its arguments and writes nothing but what it allocates."""
+    inputs = [value.to(DEVICE) for value in inputs]
+    with watched_memory(*inputs):
+        return attend(inputs, backend="triton", **options).cpu()
+
+
+def kernel_like_float64(inputs, *, bound=3e-6, slack=0, **options) -> torch.Tensor:
+    ours = kernel(inputs, slack=slack, **options)
+    torch.testing.assert_close(ours.double(), exact(*inputs, **{"causal": False, **options}), rtol=bound, atol=bound)
+    return ours
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=str)
@@ -105,3 +136,208 @@ def test_any_stride_between_pages():
 def test_large_scores_do_not_overflow():
     queries, latents, table, context, seq = make([5], rows=2, page_size=4)
     assert torch.isfinite(attend((queries * 1e4, latents, table, context, seq))).all()
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 7, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_window_hides_older_context_and_never_uses_its_pages(causal, window):
+    inputs = outside_window_lost(make([0, 7, 13], rows=3, page_size=4), window)
+    expected = exact(*inputs, causal=causal, window=window)
+    torch.testing.assert_close(attend(inputs, causal=causal, window=window).double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def outside_window_lost(inputs, window: int):
+    """NaN in the context rows outside the window, and pages that hold nothing else have left the table."""
+    latents, table, context = inputs[1], inputs[2], inputs[3]
+    page_size = latents.shape[1]
+    for b, length in enumerate(context.tolist()):
+        for row in range(max(0, length - window)):
+            latents[int(table[b, row // page_size]), row % page_size] = float("nan")
+        table[b, : max(0, length - window) // page_size] = torch.iinfo(torch.int32).max
+    return inputs
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"window": 0}, "window=0"),
+        ({"window": -4, "backend": "triton"}, "window=-4"),
+        ({"backend": "fast"}, "no backend 'fast'"),
+    ],
+)
+def test_bad_options_are_refused(options, what):
+    with pytest.raises(ValueError, match=what):
+        attend(make([3], rows=2, page_size=4), **options)
+
+
+@pytest.mark.parametrize("change", ["dtype", "queries", "latents", "table", "table_dtype", "lens"])
+def test_kernel_refuses_what_it_does_not_know(change):
+    queries, latents, table, context, seq = make([3, 4], rows=2, page_size=16)
+    if change == "dtype":
+        queries = queries.bfloat16()
+    elif change == "queries":
+        queries = queries.repeat_interleave(2, -1)[..., ::2]
+    elif change == "latents":
+        latents = latents.mT.contiguous().mT
+    elif change == "table":
+        table = table.T.contiguous().T
+    elif change == "table_dtype":
+        table = table.long()
+    else:
+        seq = seq.repeat_interleave(2)[::2]
+    with pytest.raises(ValueError, match="wants|wanted"):
+        attend((queries, latents, table, context, seq), backend="triton")
+
+
+@pytest.mark.parametrize(("page_size", "causal"), [(16, True), (32, False), (48, True), (64, False), (128, False)])
+@pytest.mark.parametrize("context", [[1, 70, 0], [15, 17]], ids=str)
+def test_kernel_matches_float64_with_nan_in_every_row_that_is_not_a_key(context, page_size, causal):
+    kernel_like_float64(make(context, rows=2, page_size=page_size), causal=causal)
+
+
+@pytest.mark.parametrize("slack", [1, 200])
+def test_kernel_with_a_loose_bound_on_the_length(slack):
+    inputs = make([33, 6], rows=4, page_size=16)
+    assert_bitwise_equal(kernel_like_float64(inputs, slack=slack), kernel(inputs))
+
+
+@pytest.mark.parametrize("block_rows", [0, 1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernel_with_a_block_that_was_cut_at_its_pages(causal, block_rows):
+    kernel_like_float64(make([30, 2, 0], rows=4, page_size=16, block_rows=block_rows), causal=causal)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 64), (2, 12), (7, 8), (8, 2), (16, 1)])
+def test_kernel_with_any_count_of_heads_and_rows(rows, heads):
+    kernel_like_float64(make([18], rows=rows, page_size=16, heads=heads), causal=rows == 8)
+
+
+@pytest.mark.parametrize("window", [1, 16, 17, 1000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernel_window_never_reads_what_left_it(causal, window):
+    inputs = outside_window_lost(make([0, 40, 55], rows=2, page_size=16), window)
+    kernel_like_float64(inputs, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernel_takes_both_layouts_and_strided_queries(layout):
+    queries, latents, table, context, seq = make([20, 2], rows=2, page_size=16)
+    expected = kernel((queries, latents, table, context, seq))
+    shape = (3, *latents.shape) if layout == "layer_major" else (latents.shape[0], 3, *latents.shape[1:])
+    pool = poison_(torch.empty(shape))
+    view = pool[1] if layout == "layer_major" else pool[:, 1]
+    view.copy_(latents)
+    wide = poison_(torch.empty(2, HEADS + 1, 2, WIDTH + 2))
+    turned = wide[:, :HEADS, :, :WIDTH].transpose(1, 2)
+    turned.copy_(queries)
+    assert_bitwise_equal(kernel((turned, view, table, context, seq)), expected)
+
+
+@pytest.mark.parametrize("order", ["front", "back", "between"])
+def test_a_request_gives_the_same_bits_alone_and_among_dummies(order):
+    queries, latents, table, context, seq = make([70, 20], rows=1, page_size=16)
+    places = {"front": [3, 4], "back": [0, 1], "between": [1, 3]}[order]
+    padded = [value.new_full((5, *value.shape[1:]), -1) for value in (table, context)]
+    more_queries = torch.full((5, *queries.shape[1:]), float("nan"))
+    more_seq = torch.zeros(5, dtype=torch.int64)
+    for many, few in zip((more_queries, *padded, more_seq), (queries, table, context, seq), strict=True):
+        many[places] = few
+    alone = kernel((queries, latents, table, context, seq), slack=30)
+    ours = kernel((more_queries, latents, *padded, more_seq), slack=30)
+    assert_bitwise_equal(ours[places], alone)
+    rest = [b for b in range(5) if b not in places]
+    assert_bitwise_equal(ours[rest], torch.zeros(3, *alone.shape[1:]))
+
+
+def test_kernel_repeats_its_bits():
+    inputs = make([70, 20, 7], rows=1, page_size=16)
+    assert_bitwise_equal(kernel(inputs), kernel(inputs))
+
+
+@pytest.mark.parametrize(("shares", "min_tiles"), [(1, 1), (2, 1), (7, 1), (40, 1), (7, 3)])
+def test_kernel_merges_any_split(min_tiles, shares):
+    """Requests that lie within one share, end with one, and go through several."""
+    from dspark_kernels.triton.block_attention import block_attention as launch
+    from dspark_kernels.triton.block_attention import choose_tuning
+
+    inputs = make([45, 0, 100, 13, 0, 15], rows=1, page_size=16, block_rows=1)
+    inputs[4][1] = 0
+    tuning = dataclasses.replace(choose_tuning(3, 128, torch.float32, overlap=DEVICE == "cuda"), min_tiles=min_tiles)
+    ours = launch(
+        *[value.to(DEVICE) for value in inputs], kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=128, causal=False,
+        window=None, processors=shares, tuning=tuning,
+    )  # fmt: skip
+    torch.testing.assert_close(ours.cpu().double(), exact(*inputs, causal=False), rtol=3e-6, atol=3e-6)
+
+
+def test_kernel_large_scores_do_not_overflow():
+    queries, latents, table, context, seq = make([5, 40], rows=2, page_size=16)
+    assert torch.isfinite(kernel((queries * 1e4, latents, table, context, seq))).all()
+
+
+@pytest.mark.parametrize(("batch", "max_seq_len"), [(0, 8), (0, 0), (2, 0), (2, 40)])
+def test_kernel_with_empty_batches_and_lengths(batch, max_seq_len):
+    empty = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+    table = torch.full((batch, 3), -1, dtype=torch.int32, device=DEVICE)
+    ours = block_attention(
+        torch.randn(batch, 3, HEADS, WIDTH, device=DEVICE), poison_(torch.empty(4, 16, WIDTH, device=DEVICE)), table, empty,
+        empty, kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=max_seq_len, backend="triton",
+    )  # fmt: skip
+    assert_bitwise_equal(ours.cpu(), torch.zeros(batch, 3, HEADS, RANK))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    ("rows", "heads", "context"), [(7, 8, 2048), (7, 8, 20000), (1, 8, 300), (7, 64, 2048), (16, 12, 5000)]
+)
+def test_kernel_on_the_device_is_as_exact_as_its_dtype(rows, heads, context, page_size, dtype):
+    """Error against float64 at most that of float64 attention whose weights and result are rounded, and a fifth."""
+    from dspark_model.bench.attention_cases import error_against_float64, make_case
+
+    case = make_case(2, context, heads, block=rows, page_size=page_size, dtype=dtype)
+    ours = case.run(backend="triton")
+    assert_bitwise_equal(case.run(backend="triton"), ours)
+    error, rounded = error_against_float64(case, ours), error_against_float64(case, case.rounded_reference())
+    assert error <= 1.2 * rounded
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 1000), (True, 64)])
+@pytest.mark.parametrize(("page_size", "heads", "layout"), [(16, 8, 0), (32, 64, 1), (48, 12, 1), (128, 1, 0)])
+def test_kernels_of_64_rows_on_the_device(page_size, heads, layout, causal, window, by_hand):
+    """Ragged requests and dummies, NaN in every row that is not a key, at the width of the device's kernels."""
+    from dspark_kernels.triton.block_attention import Tuning
+    from dspark_kernels.triton.block_attention import block_attention as launch
+
+    context, block, rank, width = [3000, 0, 1, 63, 64, 65, 12345], 7, 512, 576
+    seq = torch.tensor([length + block for length in context], device="cuda")
+    seq[1] = 0
+    counts = [-(-length // page_size) for length in seq.tolist()]
+    order = torch.randperm(sum(counts) + 2, device="cuda").int()
+    table = torch.full((len(context), max(counts) + 1), -1, dtype=torch.int32, device="cuda")
+    shape = (2, len(order), page_size, width) if layout == 0 else (len(order), 2, page_size, width)
+    latents = torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda").unbind(layout)[1]
+    used = 0
+    for b, count in enumerate(counts):
+        pages = order[used : used + count]
+        table[b, :count], used = pages, used + count
+        rows = torch.randn(int(seq[b]), width, device="cuda").bfloat16()
+        places = torch.arange(len(rows), device="cuda")
+        latents[pages[places // page_size].long(), places % page_size] = rows
+    queries = torch.randn(len(context), block, heads, width, device="cuda").bfloat16()
+    lens = torch.tensor(context, device="cuda")
+    arguments = (queries, latents, table, lens, seq)
+    options = {"kv_lora_rank": rank, "softmax_scale": 0.07, "max_seq_len": 16384, "causal": causal, "window": window}
+    tuning = Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, by_hand=by_hand)
+    ours = launch(*arguments, processors=132, tuning=tuning, **options)
+    expected = block_attention(*arguments, **options)
+    torch.testing.assert_close(ours.float(), expected.float(), rtol=2e-2, atol=1e-2)
+    assert_bitwise_equal(ours[1], torch.zeros_like(ours[1]))
+    assert_bitwise_equal(launch(*arguments, processors=132, tuning=tuning, **options), ours)
+    alone = [value[6:] if value is not latents else value for value in arguments]
+    several = [torch.cat((torch.zeros_like(value), value)) if value is not latents else value for value in alone]
+    one, two = (launch(*some, processors=132, tuning=tuning, **options) for some in (alone, several))
+    assert_bitwise_equal(two[1:], one)

@@ -1,0 +1,178 @@
+"""What `scripts/bench_attention.py` times: block attention of one layer over rotating pools, its floors and errors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from dspark_model import ops
+from dspark_model.bench.k3_rank import NUM_DRAFTS
+from dspark_model.bench.timing import Timing, capture, time_interleaved
+
+WIDTH, RANK = 576, 512  # Kimi K3: latent with its rotary part, and the latent
+SCALE = 192**-0.5  # of the drafter's 128 + 64 query values a head
+BYTE_RATE, FLOP_RATE = 4.3e12, 790e12  # what large reads and dense bf16 products reach on an H200
+ROTATED_BYTES = 300_000_000  # six times L2
+CASES = ((1, 2048, 8), (4, 2048, 8), (1, 32768, 8), (1, 131072, 8), (1, 393216, 8), (1, 2048, 64), (1, 32768, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """One layer's block attention: every request has `context` rows and a block, its pages scattered."""
+
+    queries: torch.Tensor
+    pools: tuple[torch.Tensor, ...]  # each [pages, page_size, WIDTH]
+    page_table: torch.Tensor
+    context_lens: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @property
+    def max_seq_len(self) -> int:
+        """The power of two that the host knows."""
+        return 1 << (int(self.seq_lens.max()) - 1).bit_length()
+
+    def inputs(self, pool: int = 0) -> tuple[torch.Tensor, ...]:
+        return self.queries, self.pools[pool], self.page_table, self.context_lens, self.seq_lens
+
+    def run(self, pool: int = 0, *, backend: str) -> torch.Tensor:
+        return ops.block_attention(
+            *self.inputs(pool), kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=self.max_seq_len, backend=backend
+        )
+
+    def rows(self, request: int) -> torch.Tensor:
+        """The keys of a request in pool 0, [seq_len, WIDTH]."""
+        page_size, length = self.pools[0].shape[1], int(self.seq_lens[request])
+        pages = self.page_table[request, : -(-length // page_size)].long()
+        return self.pools[0][pages].flatten(0, 1)[:length]
+
+    def weights(self, request: int) -> torch.Tensor:
+        """Float64 softmax weights of a request, [N * heads, seq_len]."""
+        scores = self.queries[request].flatten(0, 1).double() @ self.rows(request).double().T
+        return torch.softmax(scores * SCALE, dim=-1)
+
+    def rounded_reference(self) -> torch.Tensor:
+        """Float64 attention with the two roundings that tensor cores ask for: of the weights, and of the result."""
+        dtype = self.queries.dtype
+        out = [
+            self.weights(request).to(dtype).double() @ self.rows(request)[:, :RANK].double()
+            for request in range(self.queries.shape[0])
+        ]
+        return torch.stack(out).to(dtype).view(*self.queries.shape[:3], RANK)
+
+    def floors_us(self) -> tuple[float, float]:
+        """Microseconds for the keys' bytes, and for the products."""
+        keys, rows = int(self.seq_lens.sum()), self.queries.shape[1] * self.queries.shape[2]
+        count = keys * WIDTH * self.pools[0].element_size()
+        flops = 2 * keys * rows * (WIDTH + RANK)
+        return 1e6 * count / BYTE_RATE, 1e6 * flops / FLOP_RATE
+
+
+def make_case(
+    batch: int,
+    context: int,
+    heads: int,
+    *,
+    block: int = NUM_DRAFTS,
+    page_size: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+    rotated_bytes: int = 0,
+    device: str = "cuda",
+) -> AttentionCase:
+    """Normal latents and queries.  rotated_bytes: pools are added until they hold as much."""
+    draw = torch.Generator(device).manual_seed(7)
+    length = context + block
+    per_request = -(-length // page_size)
+    pages = batch * per_request
+    size = pages * page_size * WIDTH * dtype.itemsize
+    count = max(1, -(-rotated_bytes // size)) if size < rotated_bytes else 1
+    pools = tuple(
+        torch.randn(pages, page_size, WIDTH, generator=draw, device=device, dtype=torch.float32).to(dtype) for _ in range(count)
+    )
+    table = torch.randperm(pages, generator=draw, device=device).view(batch, per_request).int()
+    queries = torch.randn(batch, block, heads, WIDTH, generator=draw, device=device, dtype=torch.float32).to(dtype)
+    lens = torch.full((batch,), context, dtype=torch.int64, device=device)
+    return AttentionCase(queries, pools, table, lens, lens + block)
+
+
+def error_against_float64(case: AttentionCase, out: torch.Tensor) -> float:
+    """Root of the mean square error over that of the exact result, pool 0."""
+    wrong = right = 0.0
+    for request in range(out.shape[0]):
+        exact = case.weights(request) @ case.rows(request)[:, :RANK].double()
+        wrong += float((out[request].flatten(0, 1).double() - exact).square().sum())
+        right += float(exact.square().sum())
+    return (wrong / right) ** 0.5
+
+
+def tunings() -> dict:
+    """The launch shapes that take part, by name: query rows x keys a tile, stages."""
+    from dspark_kernels.triton.block_attention import Tuning
+
+    shapes = {  # a row tile below 64 asks for more of L2 and less of one processor
+        "64x64 s2": (64, 64, 2),
+        "64x32 s4": (64, 32, 4),
+        "32x32 s4": (32, 32, 4),
+        "16x32 s4": (16, 32, 4),
+        "16x64 s2": (16, 64, 2),
+    }
+    found = {
+        name: Tuning(row_tile=rows, key_tile=keys, num_warps=8, num_stages=stages, overlap=True)
+        for name, (rows, keys, stages) in shapes.items()
+    }
+    found["64x64 by hand"] = replace(found["64x64 s2"], by_hand=True)
+    found["64x64 by hand serial"] = replace(found["64x64 by hand"], overlap=False)
+    found["16x64 s2 from 2"] = replace(found["16x64 s2"], min_tiles=2)
+    found["16x32 s4 from 4"] = replace(found["16x32 s4"], min_tiles=4)
+    return found
+
+
+def kernel_call(case: AttentionCase, tuning, processors: int) -> Callable[[int], torch.Tensor]:
+    """The Triton backend with a launch shape of its own, for pool i."""
+    from dspark_kernels.triton.block_attention import block_attention
+
+    bound = case.max_seq_len
+    return lambda pool: block_attention(
+        *case.inputs(pool), kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=bound, causal=False, window=None,
+        processors=processors, tuning=tuning,
+    )  # fmt: skip
+
+
+def flashinfer_call(case: AttentionCase) -> Callable[[int], torch.Tensor]:
+    """FlashInfer's fa3 MLA over the same pages, planned here, outside what is timed.  Raises ImportError without FlashInfer."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    batch, block, heads, _ = case.queries.shape
+    device, page_size = case.queries.device, case.pools[0].shape[1]
+    step = {"dtype": torch.int32, "device": device}
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.int8, device=device), backend="fa3")
+    wrapper.plan(
+        torch.arange(batch + 1, **step) * block, torch.arange(batch + 1, **step) * case.page_table.shape[1],
+        case.page_table.flatten(), case.seq_lens.int(), heads, RANK, WIDTH - RANK, page_size, False, SCALE, case.queries.dtype,
+        case.queries.dtype,
+    )  # fmt: skip
+    nope, rope = (part.contiguous() for part in case.queries.flatten(0, 1).split((RANK, WIDTH - RANK), dim=-1))
+    shape = (batch, block, heads, RANK)
+    return lambda pool: wrapper.run(nope, rope, case.pools[pool][..., :RANK], case.pools[pool][..., RANK:]).view(shape)
+
+
+def time_case(case: AttentionCase, calls: dict[str, Callable[[int], torch.Tensor]]) -> dict[str, Timing]:
+    """Time of one layer; a graph runs over all pools, at least 8 times."""
+    pools = len(case.pools)
+    copies = max(1, -(-8 // pools)) * pools
+
+    def work(call: Callable[[int], torch.Tensor]) -> Callable[[], None]:
+        order = iter(())
+
+        def once() -> None:
+            nonlocal order
+            pool = next(order, None)
+            if pool is None:
+                order = iter(range(pools))
+                pool = next(order)
+            call(pool)
+
+        return once
+
+    graphs = {name: capture(work(call), copies=copies) for name, call in calls.items()}
+    replays = max(2, 160 // copies)
+    return time_interleaved({name: g.replay for name, g in graphs.items()}, rounds=9, replays=replays, copies=copies)
