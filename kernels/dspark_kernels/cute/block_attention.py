@@ -164,21 +164,21 @@ def _place(pointer, offset, dtype: cutlass.Constexpr, count: cutlass.Constexpr, 
 
 @cute.jit
 def _load_queries(queries, strides, shared, request, row_tile, thread, dtype: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """One tile of query rows into shared memory, swizzled; zeros in the rows that it has too many."""
+    """One tile of query rows into shared memory, swizzled.  The last row stands in the rows that the tile has too many."""
     chunks = facts.width // CHUNK
     per_thread = TILE * chunks // CONSUMERS
+    loaded = [cute.make_rmem_tensor(CHUNK, dtype) for _ in range(per_thread)]
+    for i in cutlass.range_constexpr(per_thread):  # no branch and no store in between: all loads are in flight together
+        at = thread + i * CONSUMERS
+        query = cutlass.min(row_tile * TILE + at // chunks, facts.queries - 1)
+        where = cutlass.Int64(request) * strides[0] + cutlass.Int64(query // facts.heads) * strides[1]
+        where += cutlass.Int64(query % facts.heads) * strides[2] + at % chunks * CHUNK
+        cute.autovec_copy(_place(queries, where, dtype, CHUNK, cute.AddressSpace.gmem), loaded[i])
     for i in cutlass.range_constexpr(per_thread):
         at = thread + i * CONSUMERS
         row, chunk = at // chunks, at % chunks
-        values = cute.make_rmem_tensor(CHUNK, dtype)
-        values.fill(0.0)
-        query = row_tile * TILE + row
-        if query < facts.queries:
-            where = cutlass.Int64(request) * strides[0] + cutlass.Int64(query // facts.heads) * strides[1]
-            where += cutlass.Int64(query % facts.heads) * strides[2] + chunk * CHUNK
-            cute.autovec_copy(_place(queries, where, dtype, CHUNK, cute.AddressSpace.gmem), values)
         to = (chunk // 8) * TILE * SWIZZLE + row * SWIZZLE + ((chunk % 8) ^ (row % 8)) * CHUNK
-        cute.autovec_copy(values, _place(shared, to, dtype, CHUNK, cute.AddressSpace.smem))
+        cute.autovec_copy(loaded[i], _place(shared, to, dtype, CHUNK, cute.AddressSpace.smem))
 
 
 @cute.jit
