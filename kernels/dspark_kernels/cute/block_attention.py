@@ -36,6 +36,7 @@ MERGE_THREADS = MERGE_GROUPS * WARP
 MERGE_VALUES = 4  # neighbouring columns of a thread
 MERGE_COLUMNS = WARP * MERGE_VALUES  # of a CTA
 MERGE_BATCH = 4  # loads in flight of a thread
+EVICT_NORMAL = 0x1000000000000000  # cache policy of the fetches: row tiles of one request read the same keys
 NO_WINDOW = 2**31 - 1
 MOST_WIDTH = 576  # of a key row: a query tile and two key tiles fill the shared memory
 LOG2_E = 1.4426950408889634
@@ -73,6 +74,16 @@ class Facts:
     def box(self) -> int:
         """Rows that one TMA box takes: they lie in one page and in one tile."""
         return gcd(self.page_size, TILE)
+
+    @property
+    def span(self) -> int:
+        """Rows that lie one behind the other in a column block of a key tile; half a tile is inside one span."""
+        return self.box if self.box >= TILE // 2 else TILE
+
+    @property
+    def box_columns(self) -> int:
+        """A box is a whole span where it can be, so that few are asked for."""
+        return self.width if self.box == self.span else SWIZZLE
 
 
 @cute.jit
@@ -191,7 +202,8 @@ def _clear_rows(shared, first, end, thread, dtype: cutlass.Constexpr, facts: cut
         at = thread + i * CONSUMERS
         row, chunk = at // chunks, at % chunks
         if row < first or row >= end:
-            to = (chunk // 8) * TILE * SWIZZLE + row * SWIZZLE + (chunk % 8) * CHUNK
+            to = row // facts.span * facts.span * facts.width + row % facts.span * SWIZZLE
+            to += (chunk // 8) * facts.span * SWIZZLE + (chunk % 8) * CHUNK
             cute.autovec_copy(zeros, _place(shared, to, dtype, CHUNK, cute.AddressSpace.smem))
 
 
@@ -225,13 +237,15 @@ def block_attention_kernel(
 
     allocator = SmemAllocator()
     swizzle = cute.make_swizzle(3, 4, 3)
+    span = facts.span
+    tokens = (8, span // 8, TILE // span)
+    token_strides = (SWIZZLE, 8 * SWIZZLE, span * facts.width)
     keys_outer = cute.make_layout(
-        ((8, TILE // 8), (SWIZZLE, blocks), STAGES),
-        stride=((SWIZZLE, 8 * SWIZZLE), (1, TILE * SWIZZLE), TILE * facts.width),
+        (tokens, (SWIZZLE, blocks), STAGES), stride=(token_strides, (1, span * SWIZZLE), TILE * facts.width)
     )
     values_outer = cute.make_layout(
-        ((SWIZZLE, facts.latent // SWIZZLE), (8, TILE // 8), STAGES),
-        stride=((1, TILE * SWIZZLE), (SWIZZLE, 8 * SWIZZLE), TILE * facts.width),
+        ((SWIZZLE, facts.latent // SWIZZLE), tokens, STAGES),
+        stride=((1, span * SWIZZLE), token_strides, TILE * facts.width),
     )
     queries_outer = cute.make_layout(((8, TILE // 8), (SWIZZLE, blocks)), stride=((SWIZZLE, 8 * SWIZZLE), (1, TILE * SWIZZLE)))
     weights_outer = cute.make_layout(((8, TILE // 8), (SWIZZLE, 1)), stride=((SWIZZLE, 8 * SWIZZLE), (1, TILE * SWIZZLE)))
@@ -263,8 +277,9 @@ def block_attention_kernel(
         if warp > CONSUMERS // WARP:
             tile = last
         boxes = TILE // facts.box
-        shared_boxes = cute.flat_divide(cute.make_tensor(s_keys.iterator, keys_outer), (facts.box, SWIZZLE))
-        global_boxes = cute.flat_divide(tma_tensor, (facts.box, SWIZZLE))
+        columns = facts.box_columns
+        shared_boxes = cute.flat_divide(cute.make_tensor(s_keys.iterator, keys_outer), (facts.box, columns))
+        global_boxes = cute.flat_divide(tma_tensor, (facts.box, columns))
         to_shared, from_global = cpasync.tma_partition(
             tma_atom,
             0,
@@ -292,12 +307,13 @@ def block_attention_kernel(
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, TILE * facts.width * dtype.width // 8)
                 for box in cutlass.range_constexpr(boxes):
                     row = (token + box * facts.box) % facts.page_size // facts.box
-                    for block in cutlass.range_constexpr(blocks):
+                    for block in cutlass.range_constexpr(facts.width // columns):
                         cute.copy(
                             tma_atom,
                             from_global[None, row, block, pages[box]],
                             to_shared[None, box, block, stage],
                             tma_bar_ptr=full + stage,
+                            cache_policy=cutlass.Int64(EVICT_NORMAL),
                         )
                 done += 1
             tile += count
@@ -401,8 +417,9 @@ def block_attention_kernel(
                     shared = cute.recast_ptr(s_keys.iterator, dtype=dtype) + stage * TILE * facts.width
                     _clear_rows(shared, first - token, end - token, thread, dtype, facts)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                for i in cutlass.range_constexpr(out_values):
-                    out[i] = out[i] * shrink[i // 2 % 2]
+                if cute.arch.vote_any_sync(shrink[0] != 1.0 or shrink[1] != 1.0):
+                    for i in cutlass.range_constexpr(out_values):
+                        out[i] = out[i] * shrink[i // 2 % 2]
                 _barrier(WEIGHTS)
 
                 warpgroup.fence()
@@ -548,10 +565,17 @@ def _launch(
     dtype = ELEMENTS[facts.dtype]
     token_stride, page_stride = cute.assume(token_stride, divby=CHUNK), cute.assume(page_stride, divby=CHUNK)
     pool = cute.make_tensor(
-        latents, cute.make_layout((facts.page_size, facts.width, pages), stride=(token_stride, 1, page_stride))
+        latents,
+        cute.make_layout(
+            (facts.page_size, (SWIZZLE, facts.width // SWIZZLE), pages), stride=(token_stride, (1, SWIZZLE), page_stride)
+        ),
     )
-    box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, cute.make_layout((facts.box, SWIZZLE), stride=(SWIZZLE, 1)))
-    tma_atom, tma_tensor = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), pool, box, (facts.box, SWIZZLE))
+    blocks = facts.box_columns // SWIZZLE
+    box_outer = cute.make_layout((facts.box, (SWIZZLE, blocks)), stride=(SWIZZLE, (1, facts.box * SWIZZLE)))
+    box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_outer)
+    tma_atom, tma_tensor = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(), pool, box, (facts.box, facts.box_columns)
+    )
     score_mma, value_mma = (
         cute.make_tiled_mma(
             cute.make_mma_atom(
