@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from dspark_model import ops
+from dspark_model.low_m import LowMPath
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.packing import PackedLinear
 
@@ -25,11 +26,15 @@ class ContextLatents:
         packed = isinstance(attentions[0].kv_a_proj_with_mqa, PackedLinear)
         self._weight = ops.pack_weight(joined) if packed else joined
 
-    def __call__(self, context: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch") -> torch.Tensor:
-        """context [M, hidden] and cos_sin float32 [M, r] to [L, M, D]; backend: see `ops.latent_norm_rope`.  There is no
-        input_layernorm on this path."""
-        product = ops.packed_linear if self._weight.is_mkldnn else nn.functional.linear
-        kv = product(context, self._weight)
+    def __call__(
+        self, context: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch", low_m: LowMPath | None = None
+    ) -> torch.Tensor:
+        """context [M, hidden] and cos_sin float32 [M, r] to [L, M, D]; backend: see `ops.latent_norm_rope`; low_m: see
+        `BlockPaths`.  There is no input_layernorm on this path."""
+        if low_m is not None and low_m.takes(context.shape[0]):
+            kv = low_m.linear(context, self._weight, on_side=True)
+        else:
+            kv = (ops.packed_linear if self._weight.is_mkldnn else nn.functional.linear)(context, self._weight)
         kv = kv.unflatten(-1, (self._num_layers, -1)).transpose(0, 1)
         return ops.latent_norm_rope(kv, self._norm_weight, self._eps, cos_sin, backend=backend)
 

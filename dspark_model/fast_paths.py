@@ -94,10 +94,53 @@ def obstacles(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, Obst
     }
 
 
-def backends(model: MLADSparkForCausalLM) -> dict[str, dict[str, Obstacle | None]]:
+def attention_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
+    """Why the attention kernels cannot read this pool, whichever they are."""
+    if pool.dtype is not model.dtype:
+        return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
+    if model.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return Obstacle(f"there is no kernel for {model.dtype}")
+    return None
+
+
+def cute_attention_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
+    """Why the attention kernel in CuTe DSL cannot serve this model and pool."""
+    obstacle = attention_obstacle(model, pool) or cute_obstacle(model.device)
+    if obstacle is not None:
+        return obstacle
+    if torch.cuda.get_device_capability(model.device) != (9, 0):
+        return Obstacle("its attention kernel is written for Hopper (compute capability 9.0)")
+    latent, width = model.config.kv_lora_rank, model.config.latent_dim
+    if model.dtype is torch.float32 or latent % 128 or latent > 512 or width % 64 or width > 576:
+        return Obstacle(
+            f"its attention kernel takes 16-bit latents of up to 512 + 64 values in steps of 128 and 64, not {model.dtype} and "
+            f"{latent} + {width - latent}"
+        )
+    if pool.config.page_size % 8 or any(stride % 8 for view in pool.layer_views for stride in view.stride()[:2]):
+        return Obstacle("its attention kernel wants pages of a multiple of 8 tokens, and rows at multiples of 8 values")
+    return None
+
+
+def low_m_obstacle(model: MLADSparkForCausalLM) -> Obstacle | None:
+    """Why the products of few rows cannot be made by their own kernels, or are not worth it."""
+    if any(isinstance(layer.self_attn.q_a_proj, PackedLinear) for layer in model.layers):
+        return Obstacle("the linear layers are packed for few rows on a CPU")
+    if model.dtype not in (torch.bfloat16, torch.float32):
+        return Obstacle(f"its kernel takes bfloat16 and float32 weights, and the model is {model.dtype}")
+    if model.lm_head.dtype is not model.dtype:
+        return Obstacle(f"the head is {model.lm_head.dtype} and the model {model.dtype}")
+    return triton_obstacle(model.device)
+
+
+def backends(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, dict[str, Obstacle | None]]:
     """By field and backend, what stands in the way of a backend other than torch's."""
     device = model.device
     return {
+        "attention": {
+            "triton": attention_obstacle(model, pool) or triton_obstacle(device),
+            "cute": cute_attention_obstacle(model, pool),
+        },
+        "gemm": {"low_m": low_m_obstacle(model)},
         "latent_norm_rope": {"triton": triton_obstacle(device), "cute": cute_obstacle(device)},
         "merged_qkv_a": {"on": merged_qkv_a_obstacle(model)},
     }

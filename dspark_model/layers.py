@@ -74,7 +74,7 @@ class MLAAttention(nn.Module):
         """`q_a_proj` and `kv_a_proj_with_mqa` of y [B, N, hidden] as one product, after `merge_qkv_a`: rows for `queries`
         [B, N, q_lora_rank] and for `latents` [B, N, D], which lie side by side.  Each value is the sum that its own layer
         would form, in the order of a wider product."""
-        product = nn.functional.linear(y, self._qkv_a_weight)
+        product = nn.functional.linear(y, self.qkv_a_weight)
         return product.split((self.config.q_lora_rank, self.config.latent_dim), dim=-1)
 
     def latents(self, kv: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch") -> torch.Tensor:
@@ -98,15 +98,31 @@ class MLAAttention(nn.Module):
         config = self.config
         q = self.q_b_proj(self.q_a_layernorm(q_a))
         q = q.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        return ops.absorb_queries(q, self._kv_b_per_head()[0], cos_sin)
+        return ops.absorb_queries(q, self.key_weights, cos_sin)
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """W_UV and o_proj over attended latents [B, N, heads, kv_lora_rank]: [B, N, hidden]."""
         values = attended.new_empty((*attended.shape[:-1], self.config.v_head_dim))
-        ops.per_head_product(attended, self._kv_b_per_head()[1].transpose(1, 2), out=values)
+        ops.per_head_product(attended, self.value_weights.transpose(1, 2), out=values)
         return self.o_proj(values.flatten(-2))
 
-    def _kv_b_per_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of kv_b_proj: keys [heads, nope, kv_lora_rank] and values [heads, v_head_dim, kv_lora_rank]."""
-        per_head = self.kv_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1))
-        return per_head.split((self.config.qk_nope_head_dim, self.config.v_head_dim), dim=1)
+    @property
+    def key_weights(self) -> torch.Tensor:
+        """W_UK, a view of kv_b_proj: [heads, nope, kv_lora_rank]."""
+        return self._kv_b_per_head[:, : self.config.qk_nope_head_dim]
+
+    @property
+    def value_weights(self) -> torch.Tensor:
+        """W_UV, a view of kv_b_proj: [heads, v_head_dim, kv_lora_rank]."""
+        return self._kv_b_per_head[:, self.config.qk_nope_head_dim :]
+
+    @property
+    def qkv_a_weight(self) -> torch.Tensor:
+        """Rows of q_a_proj, then of kv_a_proj_with_mqa, after `merge_qkv_a`: [q_lora_rank + D, hidden]."""
+        if self._qkv_a_weight is None:
+            raise ValueError("the projections of queries and latents are not joined; call merge_qkv_a first")
+        return self._qkv_a_weight
+
+    @property
+    def _kv_b_per_head(self) -> torch.Tensor:
+        return self.kv_b_proj.weight.unflatten(0, (self.config.num_attention_heads, -1))

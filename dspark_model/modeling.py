@@ -12,6 +12,7 @@ from dspark_model import checkpoint, checkpoint_write, ops
 from dspark_model.config import DrafterConfig
 from dspark_model.heads import ConfidenceHead, MarkovHead
 from dspark_model.layers import GatedMLP, MLAAttention, RMSNorm
+from dspark_model.low_m import LowMPath
 from dspark_model.ops import BlockRows
 from dspark_model.packing import pack_linears
 from dspark_model.streams import SideStream
@@ -19,12 +20,14 @@ from dspark_model.streams import SideStream
 
 @dataclass(frozen=True, slots=True)
 class BlockPaths:
-    """How the layers of a block run.  latent_norm_rope: backend of that op; merged_qkv_a: the projections of queries and
-    latents are one product, which `MLAAttention.merge_qkv_a` has prepared; fused_store: see `ops.latent_store`;
-    direct_pool_write: norm and rotation store into the pool themselves; side: the stream of the latents, None for the main
-    one."""
+    """How the layers of a block run.  attention, latent_norm_rope: backends of those ops; low_m: makes the products, None for
+    torch's own; merged_qkv_a: the projections of queries and latents are one product, which `MLAAttention.merge_qkv_a` has
+    prepared; fused_store: see `ops.latent_store`; direct_pool_write: norm and rotation store into the pool themselves; side:
+    the stream of the latents, None for the main one."""
 
+    attention: str = "torch"
     latent_norm_rope: str = "torch"
+    low_m: LowMPath | None = None
     merged_qkv_a: bool = False
     fused_store: bool = False
     direct_pool_write: bool = False
@@ -55,13 +58,14 @@ class BlockContext:
 class BlockDraft:
     """One drafted block; B requests, K drafts.
 
-    draft_tokens: int64 [B, K].  base_logits, biased_logits: float32 [B, K, V], before and after the Markov bias.
+    draft_tokens: int64 [B, K].  base_logits, biased_logits: float32 [B, K, V], before and after the Markov bias, the latter
+    None where it was not asked for.
     confidence_logits: float32 [B, K], or None for a drafter without that head.
     """
 
     draft_tokens: torch.Tensor
     base_logits: torch.Tensor
-    biased_logits: torch.Tensor
+    biased_logits: torch.Tensor | None
     confidence_logits: torch.Tensor | None
 
 
@@ -79,7 +83,12 @@ class DrafterLayer(nn.Module):
     def forward(self, x: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """x [B, N, H] to [B, N, H]; writes the block's latents into layer_view before attending."""
         queries = self.write_latents_and_query(self.input_layernorm(x), layer_view, context)
-        attended = ops.block_attention(
+        h = x + self.self_attn.output(self.attend(queries, layer_view, context))
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+    def attend(self, queries: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
+        """`ops.block_attention` of queries [B, N, heads, D]: [B, N, heads, kv_lora_rank]."""
+        return ops.block_attention(
             queries,
             layer_view,
             context.page_table,
@@ -89,23 +98,22 @@ class DrafterLayer(nn.Module):
             softmax_scale=self.config.softmax_scale,
             max_seq_len=context.max_seq_len,
             causal=self.config.is_causal,
+            backend=context.paths.attention,
         )
-        h = x + self.self_attn.output(attended)
-        return h + self.mlp(self.post_attention_layernorm(h))
 
     def write_latents_and_query(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """What attention needs of y, the normed rows [B, N, H]: latents in the pool, and queries [B, N, heads, D]."""
         attn, paths = self.self_attn, context.paths
         q_a, kv = attn.qkv_a(y) if paths.merged_qkv_a else (None, None)
         with nullcontext() if paths.side is None else paths.side.fork():
-            self._write_latents(attn.kv_a_proj_with_mqa(y) if kv is None else kv, layer_view, context)
+            self.write_latents(attn.kv_a_proj_with_mqa(y) if kv is None else kv, layer_view, context)
         queries = attn.queries(attn.q_a_proj(y) if q_a is None else q_a, context.cos_sin)
         if paths.side is not None:
             paths.side.join()
         return queries
 
-    def _write_latents(self, kv: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> None:
-        """Latents of the block's own rows into the pool."""
+    def write_latents(self, kv: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> None:
+        """Latents of the block's own rows into the pool; kv [B, N, D], rows of `kv_a_proj_with_mqa`."""
         paths, where, attn = context.paths, context.rows.where, self.self_attn
         if paths.direct_pool_write:
             attn.store_latents(kv, context.cos_sin, layer_view, where, paths.latent_norm_rope)
@@ -240,14 +248,17 @@ class MLADSparkForCausalLM(nn.Module):
             return self.mask_embedding.weight[0]
         return self.embed_tokens.weight[self.config.mask_token_id]
 
-    def project_context(self, target_hidden: torch.Tensor) -> torch.Tensor:
+    def project_context(self, target_hidden: torch.Tensor, low_m: LowMPath | None = None) -> torch.Tensor:
         """Context of target rows: [M, T * E] to [M, hidden]: context_norm(context_proj(taps)), taps normed first where
-        the checkpoint has `fc_norm`."""
+        the checkpoint has `fc_norm`; low_m: see `BlockPaths`."""
         if self.fc_norm is not None:
             taps = target_hidden.unflatten(-1, (self.config.num_context_features, -1))
             normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps.unbind(-2), strict=True)]
             target_hidden = torch.cat(normed, dim=-1)
-        return self.context_norm(self.context_proj(target_hidden))
+        if low_m is None or not low_m.takes(target_hidden.shape[0]):
+            return self.context_norm(self.context_proj(target_hidden))
+        context, norm = low_m.linear(target_hidden, self.context_proj.weight, on_side=True), self.context_norm
+        return ops.rms_norm(context, norm.weight, norm.eps, backend="triton")
 
     def embed_block(self, anchors: torch.Tensor, rows: int, *, fused: bool = False) -> torch.Tensor:
         """[anchor, mask, ..., mask] of anchors int64 [B]: [B, rows, hidden]; fused: see `ops.noise_block`."""
@@ -255,9 +266,14 @@ class MLADSparkForCausalLM(nn.Module):
 
     def decode_block(self, x: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """The layers and `final_norm` over one block: [B, N, hidden] to [B, N, hidden]; writes the block's latents."""
+        low_m, norm = context.paths.low_m, self.final_norm
+        if low_m is None or not low_m.takes(x.shape[0] * x.shape[1]):
+            for layer, view in zip(self.layers, context.layer_views, strict=True):
+                x = layer(x, view, context)
+            return norm(x)
         for layer, view in zip(self.layers, context.layer_views, strict=True):
-            x = layer(x, view, context)
-        return self.final_norm(x)
+            x = low_m.layer(layer, x, view, context)
+        return ops.rms_norm(x, norm.weight, norm.eps, backend="triton")
 
     def draft(
         self,
@@ -266,22 +282,43 @@ class MLADSparkForCausalLM(nn.Module):
         *,
         temperatures: torch.Tensor | None = None,
         uniforms: torch.Tensor | None = None,
+        keep_biased: bool = True,
+        low_m: LowMPath | None = None,
     ) -> BlockDraft:
         """Head, Markov chain and confidence over the rows that predict drafts.
 
-        final_hidden: [B, K, hidden], see `slots.draft_rows`; anchors: int64 [B]; temperatures and uniforms as in
-        `ops.markov_chain`.
+        final_hidden: [B, K, hidden], see `slots.draft_rows`; anchors: int64 [B]; temperatures, uniforms and keep_biased as in
+        `ops.markov_chain`; low_m: see `BlockPaths`; drafts that are drawn, and blocks that its chain does not take, have the
+        chain of torch.
         """
-        lm_head = self.lm_head if self._packed_lm_head is None else self._packed_lm_head
-        base = ops.fp32_linear(final_hidden.flatten(0, 1), lm_head).unflatten(0, final_hidden.shape[:2])
-        head = self.markov_head
-        tables = (None, None) if head is None else head.tables()
-        chain = ops.markov_chain(base, anchors, *tables, temperatures=temperatures, uniforms=uniforms)
+        fused = low_m is not None
+        batch, drafts = final_hidden.shape[:2]
+        tables = (None, None) if self.markov_head is None else self.markov_head.tables()
+        base = self._base_logits(final_hidden, low_m)
+        workspace = low_m.chain_workspace(batch, drafts, tables[1]) if fused and temperatures is None else None
+        chain = ops.markov_chain(
+            base,
+            anchors,
+            *tables,
+            temperatures=temperatures,
+            uniforms=uniforms,
+            keep_biased=keep_biased,
+            backend="torch" if workspace is None else "triton",
+            workspace=workspace,
+        )
         confidence = None
         if self.confidence_head is not None:
-            rows = head.markov_w1(chain.previous_tokens) if self.config.confidence_head_with_markov else None
-            confidence = self.confidence_head(final_hidden, rows)
+            w1 = tables[0] if self.config.confidence_head_with_markov else None
+            backend = "triton" if fused else "torch"
+            confidence = self.confidence_head(final_hidden, w1, chain.previous_tokens, backend=backend)
         return BlockDraft(chain.draft_tokens, base, chain.biased_logits, confidence)
+
+    def _base_logits(self, final_hidden: torch.Tensor, low_m: LowMPath | None) -> torch.Tensor:
+        """lm_head of final_hidden [B, K, hidden], float32 [B, K, V]."""
+        if low_m is not None and low_m.takes(final_hidden.shape[0] * final_hidden.shape[1]):
+            return low_m.linear(final_hidden, self.lm_head, out_dtype=torch.float32)
+        lm_head = self.lm_head if self._packed_lm_head is None else self._packed_lm_head
+        return ops.fp32_linear(final_hidden.flatten(0, 1), lm_head).unflatten(0, final_hidden.shape[:2])
 
 
 def _check_table(name: str, table: torch.Tensor, config: DrafterConfig, like: torch.Tensor) -> None:

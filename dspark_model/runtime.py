@@ -66,9 +66,9 @@ class ResolvedRuntime:
 
 # Backends that this version has; the first is the reference, which runs everywhere.
 _BUILT = {
-    "attention": (Attention.TORCH,),
+    "attention": (Attention.TORCH, Attention.TRITON, Attention.CUTE),
     "latent_norm_rope": (LatentNormRope.TORCH, LatentNormRope.TRITON, LatentNormRope.CUTE),
-    "gemm": (Gemm.CUBLAS,),
+    "gemm": (Gemm.CUBLAS, Gemm.LOW_M),
     "merged_qkv_a": (MergedQkvA.OFF, MergedQkvA.ON),
 }
 
@@ -81,9 +81,9 @@ _AUTO: dict[str, tuple[tuple[str, str], ...]] = {
     "split_qkv_streams": (("on", _HOLDS),),
     "direct_pool_write": (("on", _HOLDS),),
     "cuda_graph": (("on", _HOLDS),),
-    "attention": ((Attention.TORCH, "the only one in this version"),),
+    "attention": ((Attention.TORCH, "the reference"),),
     "latent_norm_rope": ((LatentNormRope.TORCH, "the reference"),),
-    "gemm": ((Gemm.CUBLAS, "the only one in this version"),),
+    "gemm": ((Gemm.CUBLAS, "the reference"),),
     "merged_qkv_a": ((MergedQkvA.OFF, "the reference"),),
 }
 

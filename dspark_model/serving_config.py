@@ -56,6 +56,7 @@ class Attention(StrEnum):
     AUTO = "auto"
     TORCH = "torch"
     TRITON = "triton"
+    CUTE = "cute"
     FLASHINFER = "flashinfer"
     CAUSAL_FIXUP = "causal_fixup"
 

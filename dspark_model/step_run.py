@@ -12,6 +12,7 @@ import torch
 from dspark_model import ops, verify
 from dspark_model.context_latents import ContextLatents
 from dspark_model.kv_pool import PagedLatents
+from dspark_model.low_m import LowMPath
 from dspark_model.modeling import BlockContext, BlockDraft, BlockPaths, MLADSparkForCausalLM
 from dspark_model.ops import BlockShape, GivenRows, StepRows
 from dspark_model.rope import RopeTable
@@ -27,27 +28,31 @@ from dspark_model.worker_state import SlotState
 
 @dataclass(frozen=True, slots=True)
 class StepPaths:
-    """What a step takes: the fields of `RuntimeConfig` of the same names, and whether drafts are drawn at the request's
-    temperature."""
+    """What a step takes: the fields of `RuntimeConfig` of the same names, whether drafts are drawn at the request's
+    temperature, and whether the logits that they are chosen from are kept."""
 
     fused_prologue: bool
     overlap_context_projection: bool
     split_qkv_streams: bool
     direct_pool_write: bool
+    attention: str
     latent_norm_rope: str
     merged_qkv_a: bool
     draw_drafts: bool
+    keep_logits: bool
 
     @classmethod
-    def of(cls, resolved: ResolvedRuntime) -> "StepPaths":
+    def of(cls, resolved: ResolvedRuntime, keep_logits: bool) -> "StepPaths":
         return cls(
             fused_prologue=resolved.takes("fused_prologue"),
             overlap_context_projection=resolved.takes("overlap_context_projection"),
             split_qkv_streams=resolved.takes("split_qkv_streams"),
             direct_pool_write=resolved.takes("direct_pool_write"),
+            attention=resolved["attention"].in_force,
             latent_norm_rope=resolved["latent_norm_rope"].in_force,
             merged_qkv_a=resolved.takes("merged_qkv_a"),
             draw_drafts=resolved["draft_sampling"].in_force == DraftSampling.SAMPLE,
+            keep_logits=keep_logits,
         )
 
 
@@ -122,12 +127,13 @@ class StepRun:
         slots: torch.Tensor,
         side: SideStream,
         context_latents: ContextLatents,
+        low_m: LowMPath | None,
     ):
         """slots: int64 [B], the slot of each output row, NO_TOKEN for dummy rows; the plan's requests are not looked at where
         all drafts are arg maxima, so that a captured run serves others too."""
         self._model, self._pool, self._rope, self._state, self._plan = model, pool, rope, state, plan
         self._shape, self._paths, self._slots, self._side = shape, paths, slots, side
-        self._context_latents = context_latents
+        self._context_latents, self._low_m = context_latents, low_m
         self._num_drafts = shape.num_drafts
         self._device = model.device
         self._first_row = len(plan.context)
@@ -156,12 +162,12 @@ class StepRun:
     def _project(self) -> "_Projected":
         model, contexts, chunk_latents, row_latents, row_start = self._model, [], [], None, None
         for chunk in self._plan.context:
-            context = model.project_context(chunk.target_hidden)
+            context = model.project_context(chunk.target_hidden, self._low_m)
             positions = chunk.start_position + torch.arange(context.shape[0], device=self._device)
             chunk_latents.append(self._latents(context, self._rope.rows(positions)))
             contexts.append(context)
         if self._plan.generation is not None:
-            context = model.project_context(self._plan.generation.target_hidden.flatten(0, 1))
+            context = model.project_context(self._plan.generation.target_hidden.flatten(0, 1), self._low_m)
             slots, lens, fused = self._slots[self._first_row :], self._state.context_lens, self._paths.fused_prologue
             rows = ops.context_rows(slots, lens, self._rope.cos_sin, self._num_drafts + 1, fused=fused)
             latents = self._latents(context, rows.cos_sin.flatten(0, 1))
@@ -173,7 +179,7 @@ class StepRun:
         return _Projected(context, chunk_latents, row_latents, row_start)
 
     def _latents(self, context: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        return self._context_latents(context, cos_sin, self._paths.latent_norm_rope)
+        return self._context_latents(context, cos_sin, self._paths.latent_norm_rope, self._low_m)
 
     def _advance(self) -> StepRows:
         """Verdict, lengths and places of all rows.  Only a uniform exact verdict is part of `ops.step_prologue`; others are
@@ -286,16 +292,18 @@ class StepRun:
         hidden = hidden[:, draft_rows(model.config, self._num_drafts)]
         params = [self._plan.sampling[index] for index in self._plan.drafted]
         if not self._paths.draw_drafts or all(entry.temperature == 0 for entry in params):
-            return model.draft(hidden, rows.anchors), None
+            return model.draft(hidden, rows.anchors, keep_biased=self._paths.keep_logits, low_m=self._low_m), None
         temperatures = self._temperatures(params)
         kinds = {index: DrawKind.FIRST_DRAFT if index < self._first_row else DrawKind.DRAFT for index in self._plan.drafted}
         uniforms = self._uniforms(kinds, self._num_drafts)
-        draft = model.draft(hidden, rows.anchors, temperatures=temperatures, uniforms=uniforms)
+        draft = model.draft(hidden, rows.anchors, temperatures=temperatures, uniforms=uniforms, low_m=self._low_m)
         return draft, ops.tempered_softmax(draft.biased_logits, temperatures)
 
     def _block_paths(self) -> BlockPaths:
         paths = self._paths
         return BlockPaths(
+            attention=paths.attention,
+            low_m=self._low_m,
             latent_norm_rope=paths.latent_norm_rope,
             merged_qkv_a=paths.merged_qkv_a,
             fused_store=paths.fused_prologue,

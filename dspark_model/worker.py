@@ -14,13 +14,14 @@ from dspark_model.fast_paths import backends, obstacles
 from dspark_model.graph_runner import DecodeOutputs, GraphRunner, why_not_captured
 from dspark_model.in_flight import StepsInFlight
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
+from dspark_model.low_m import LowMPath
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import NO_TOKEN, BlockShape
 from dspark_model.packing import PackedLinear
 from dspark_model.page_allocator import CapacityError
 from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime, Surroundings, resolve_runtime
-from dspark_model.serving_config import DraftSampling, MergedQkvA, RuntimeConfig
+from dspark_model.serving_config import DraftSampling, Gemm, MergedQkvA, RuntimeConfig
 from dspark_model.slots import draft_rows
 from dspark_model.step_io import StepInput, StepOutput, StepTrace
 from dspark_model.step_plan import StepChecker, StepPlan, is_whole
@@ -67,7 +68,7 @@ class DFlashWorker:
             model_dtype=model.dtype,
             pool_dtype=pool.dtype,
             obstacles=obstacles(model, pool),
-            backends=backends(model),
+            backends=backends(model, pool),
         )
         self.resolved = self._resolve(self.runtime)
         self.fallback_counts: Counter[str] = Counter()
@@ -89,6 +90,7 @@ class DFlashWorker:
         )
         self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
         self._context_latents = ContextLatents(model)
+        self._low_m = LowMPath(model) if self._may_take(Gemm.LOW_M) else None
         if self.resolved.takes("merged_qkv_a"):
             model.merge_qkv_a()
         # Captured steps read the weights where they lie now; a later worker on this model may move them.
@@ -250,7 +252,7 @@ class DFlashWorker:
 
     def _decode(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> DecodeOutputs:
         """A whole decode step on the device, the slots' state included."""
-        result = self._run(plan, slots, resolved)
+        result = self._run(plan, slots, resolved, keep_logits=False)
         drafts = DraftedRows.of(result, self.num_drafts)
         next_tokens = self._commit_drafts(result, drafts, fused=resolved.takes("fused_prologue"))
         return _decode_outputs(result, drafts, next_tokens)
@@ -262,7 +264,8 @@ class DFlashWorker:
         before = self.pool.begin_step(plan.rows_needed, step_input.block_table, fused=fused)
         try:
             slots = [NO_TOKEN if request is None else request.slot for request in plan.requests]
-            result = self._run(plan, torch.tensor(slots, dtype=torch.int64, device=self.model.device), resolved)
+            at = torch.tensor(slots, dtype=torch.int64, device=self.model.device)
+            result = self._run(plan, at, resolved, keep_logits=trace)
             drafts = DraftedRows.of(result, self.num_drafts)
             # Reading the lengths waits for the device, so that a failure there still finds the old state.
             lengths, dropped, valid = result.rows.counts.tolist()
@@ -294,7 +297,7 @@ class DFlashWorker:
             trace=trace,
         )
 
-    def _run(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> StepResult:
+    def _run(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime, *, keep_logits: bool) -> StepResult:
         return StepRun(
             self.model,
             self.pool,
@@ -302,10 +305,11 @@ class DFlashWorker:
             self._slots,
             plan,
             self._shape,
-            StepPaths.of(resolved),
+            StepPaths.of(resolved, keep_logits),
             slots=slots,
             side=self._side,
             context_latents=self._context_latents,
+            low_m=self._low_m if resolved["gemm"].in_force == Gemm.LOW_M else None,
         ).run()
 
     def _commit_drafts(self, result: StepResult, drafts: DraftedRows, *, fused: bool) -> torch.Tensor:
@@ -327,6 +331,11 @@ class DFlashWorker:
                 if plan.requests[index] is not None:
                     state.draft_probs[plan.requests[index].slot] = result.draft_probs[row]
         return next_tokens
+
+    def _may_take(self, gemm: Gemm) -> bool:
+        """Whether some step's runtime can choose this backend of the products."""
+        obstacle = self._surroundings.backends["gemm"][gemm]
+        return obstacle is None or obstacle.avoidable
 
     def _request(self, request_id: Hashable) -> RequestState:
         if request_id not in self._requests:

@@ -28,10 +28,18 @@ PROFILES = {
     "triton": {"latent_norm_rope": "triton"},
     "merged": {"merged_qkv_a": "on"},
     "merged_triton": {"merged_qkv_a": "on", "latent_norm_rope": "triton"},
+    "attention": {"attention": "triton", "latent_norm_rope": "triton"},
+    "low_m": {"gemm": "low_m", "attention": "triton", "latent_norm_rope": "triton"},
+    "low_m_merged": {"gemm": "low_m", "merged_qkv_a": "on", "attention": "triton", "latent_norm_rope": "triton"},
 }
 if torch.cuda.is_available() and importlib.util.find_spec("cutlass"):
     PROFILES["cute"] = {"latent_norm_rope": "cute"}
     PROFILES["merged_cute"] = {"merged_qkv_a": "on", "latent_norm_rope": "cute"}
+# Profiles of kernels that know Kimi K3's widths alone.
+K3_PROFILES = dict(PROFILES)
+if "cute" in PROFILES:
+    K3_PROFILES["cute_attention"] = {"attention": "cute", "latent_norm_rope": "cute"}
+    K3_PROFILES["cute_low_m"] = {"gemm": "low_m", "attention": "cute", "latent_norm_rope": "cute", "merged_qkv_a": "on"}
 DUMMY = None
 
 
@@ -150,13 +158,13 @@ def switch_sets(profile: str) -> list[tuple[str, ...]]:
 
 def switches_of(profile: str) -> tuple[str, ...]:
     """torch's norm and rotation have no form that stores into the pool."""
-    has_direct = "latent_norm_rope" in PROFILES[profile]
+    has_direct = "latent_norm_rope" in K3_PROFILES[profile]
     return tuple(name for name in EXACT_SWITCHES if name != "direct_pool_write" or has_direct)
 
 
 def with_switches(names: tuple[str, ...], profile: str = "torch") -> RuntimeConfig:
     """The plain runtime of a profile with some switches required."""
-    return dataclasses.replace(RuntimeConfig.plain(), **PROFILES[profile], **dict.fromkeys(names, "require"))
+    return dataclasses.replace(RuntimeConfig.plain(), **K3_PROFILES[profile], **dict.fromkeys(names, "require"))
 
 
 class Duel:

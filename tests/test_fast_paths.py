@@ -122,12 +122,32 @@ def test_every_switch_is_asked_about(model):
 
 
 def test_every_backend_is_asked_about(model):
-    backends = fast_paths.backends(model)
+    backends = fast_paths.backends(model, own_pool(model))
     assert backends["latent_norm_rope"] == {
         "triton": fast_paths.triton_obstacle(model.device),
         "cute": fast_paths.cute_obstacle(model.device),
     }
     assert backends["merged_qkv_a"] == {"on": fast_paths.merged_qkv_a_obstacle(model)} == {"on": None}
+    assert backends["attention"] == {
+        "triton": fast_paths.triton_obstacle(model.device),
+        "cute": fast_paths.cute_attention_obstacle(model, own_pool(model)),
+    }
+    assert backends["gemm"] == {"low_m": fast_paths.triton_obstacle(model.device)}
+
+
+def test_attention_of_a_pool_in_another_dtype(model):
+    pool = LatentKVPool(own_pool(model).config, model.config, dtype=torch.float16, device=model.device)
+    reason = "the pool is torch.float16 while the model is torch.float32"
+    backends = fast_paths.backends(model, pool)["attention"]
+    assert backends == {"triton": Obstacle(reason), "cute": Obstacle(reason)}
+
+
+def test_products_of_few_rows_that_no_kernel_makes(model):
+    half = small_model(torch.float16)
+    assert "takes bfloat16 and float32 weights, and the model is torch.float16" in fast_paths.low_m_obstacle(half).reason
+    packed = small_model()
+    if packed.pack_linears():
+        assert fast_paths.low_m_obstacle(packed) == Obstacle("the linear layers are packed for few rows on a CPU")
 
 
 @pytest.mark.parametrize(

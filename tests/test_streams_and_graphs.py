@@ -10,6 +10,7 @@ import torch
 from switch_matrix import (
     DIVISOR,
     EXACT_SWITCHES,
+    K3_PROFILES,
     PROFILES,
     SCENARIOS,
     Admit,
@@ -52,7 +53,7 @@ def k3_grid() -> list[tuple]:
     ]
     return sets + [
         (profile, name, switches_of(profile), batch, layout)
-        for profile, name, batch, layout in itertools.product(PROFILES, SCENARIOS, (1, 4, 9), Layout)
+        for profile, name, batch, layout in itertools.product(K3_PROFILES, SCENARIOS, (1, 4, 9), Layout)
     ]
 
 

@@ -32,8 +32,8 @@ PLAIN = RuntimeConfig.plain()
 def grid() -> list[tuple]:
     """On a GPU everything for torch and triton; for the other profiles every set of switches in every scenario, with batch
     sizes and layouts in turn, and all switches together with each of them.  In Triton's interpreter, where a fused step takes
-    about a second: each switch alone, all but each, and all switches of each profile in every scenario, of the merged ones in
-    two."""
+    about a second: each switch alone, all but each, and all switches of each profile in every scenario, of the later ones in
+    one or two."""
     sizes = list(itertools.product((1, 4, 9), Layout))
     if DEVICE == "cuda":
         whole = itertools.product(("torch", "triton"), SCENARIOS, sizes)
@@ -49,7 +49,8 @@ def grid() -> list[tuple]:
         (profile, name, switches_of(profile), 2, Layout.PAGE_MAJOR) for profile in ("torch", "triton") for name in SCENARIOS
     ]
     rows += [("merged", name, switches_of("merged"), 2, Layout.PAGE_MAJOR) for name in ("mixed", "ceiling")]
-    return rows + [("merged_triton", name, switches_of("merged_triton"), 2, Layout.PAGE_MAJOR) for name in ("steady", "padded")]
+    rows += [("merged_triton", name, switches_of("merged_triton"), 2, Layout.PAGE_MAJOR) for name in ("steady", "padded")]
+    return [*rows, ("low_m_merged", "ceiling", switches_of("low_m_merged"), 1, Layout.PAGE_MAJOR)]
 
 
 @pytest.mark.parametrize(("profile", "scenario", "switches", "batch", "layout"), grid(),

@@ -30,7 +30,7 @@ def block_attention(
         either.  None: all rows see the whole context.
     backend: `torch`; or `triton`, which reads each key once a 64 query rows, gathers nothing, never waits for the device, and
         rounds the weights to the pool's dtype before the product with the values.  Its bits depend on the requests that have
-        keys, in their order, not on requests without.
+        keys, in their order, not on requests without.  Or `cute`, the same for Hopper in CuTe DSL.
     Returns [B, N, heads, kv_lora_rank] in queries' dtype; float32 inside, one rounding.  A request with no key gives 0.
 
     Raises:
@@ -43,8 +43,13 @@ def block_attention(
             queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
             max_seq_len=max_seq_len, causal=causal, window=window,
         )  # fmt: skip
+    if backend == "cute":
+        return _cute(
+            queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
+            causal=causal, window=window,
+        )  # fmt: skip
     if backend != "torch":
-        raise ValueError(f"block_attention has no backend {backend!r}; choose torch or triton")
+        raise ValueError(f"block_attention has no backend {backend!r}; choose torch, triton or cute")
     batch, rows, heads, width = queries.shape
     page_size = latents.shape[1]
     num_pages = -(-max_seq_len // page_size)
@@ -68,6 +73,14 @@ def block_attention(
     weights = torch.where(visible.any(-1, keepdim=True), weights, 0.0)
     out = weights @ keys[..., :kv_lora_rank]
     return out.reshape(batch, rows, heads, kv_lora_rank).to(queries.dtype)
+
+
+def _cute(queries, latents, page_table, context_lens, seq_lens, **options):
+    if queries.device.type != "cuda":
+        raise ValueError(f"block_attention=cute runs on CUDA devices, got queries on {queries.device}; choose triton or torch")
+    from dspark_kernels.cute.block_attention import block_attention as launch
+
+    return launch(queries, latents, page_table, context_lens, seq_lens, **options)
 
 
 def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, max_seq_len: int, **options):

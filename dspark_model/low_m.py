@@ -1,0 +1,105 @@
+"""`gemm=low_m`: the drafter's products of few rows by kernels that stream their weights, with what surrounds them fused in."""
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from dspark_model import ops
+from dspark_model.ops import ChainWorkspace, LowMProduct, LowMWorkspace
+
+if TYPE_CHECKING:
+    from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
+
+MAX_ROWS = 128
+
+
+class LowMPath:
+    """Products of at most 128 rows by `ops.low_m_linear`, and the Markov chain of a block in one launch.
+
+    It owns what those kernels share on a device: a workspace for each of the two streams, and for each batch size one in which
+    the programs of the chain meet.  It serves one step at a time.
+    """
+
+    def __init__(self, model: "MLADSparkForCausalLM"):
+        self._vocab_size = model.config.vocab_size
+        products = _products(model)
+        self._main = LowMWorkspace.for_products(model.device, products)
+        self._side = LowMWorkspace.for_products(model.device, products)
+        self._chains: dict[tuple[int, int], ChainWorkspace] = {}
+
+    @staticmethod
+    def takes(rows: int) -> bool:
+        """Whether products of so many rows are made here; torch's own are for the others."""
+        return rows <= MAX_ROWS
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, on_side: bool = False, **options) -> torch.Tensor:
+        """`ops.low_m_linear` of x [..., K], a residual [..., N] among the options: [..., N].  on_side: with the workspace of
+        what may run on the second stream."""
+        if "residual" in options:
+            options["residual"] = options["residual"].flatten(0, -2)
+        workspace = self._side if on_side else self._main
+        out = ops.low_m_linear(x.flatten(0, -2), weight, backend="triton", workspace=workspace, **options)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def chain_workspace(self, batch: int, drafts: int, markov_w2: torch.Tensor | None) -> ChainWorkspace | None:
+        """Where the chain of such blocks meets; None for blocks that the fused chain does not take."""
+        if ops.fused_chain_refusal(batch, drafts, self._vocab_size, markov_w2) is not None:
+            return None
+        key = (batch, drafts)
+        if key not in self._chains:
+            device = self._main.sums.device
+            self._chains[key] = ChainWorkspace.for_tables(batch, drafts, self._vocab_size, markov_w2, device)
+        return self._chains[key]
+
+    def layer(self, layer: "DrafterLayer", x: torch.Tensor, layer_view: torch.Tensor, context: "BlockContext") -> torch.Tensor:
+        """`DrafterLayer.forward` in as many launches as it has products, and those of attention and the latents."""
+        attn, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
+        attended = layer.attend(self.write_latents_and_query(layer, x, layer_view, context), layer_view, context)
+        values = attended.new_empty((*attended.shape[:-1], attn.config.v_head_dim))
+        ops.per_head_product(attended, attn.value_weights.transpose(1, 2), out=values, backend="triton")
+        h = self.linear(values.flatten(-2), attn.o_proj.weight, residual=x)
+        gated = self.linear(h, mlp.gate_proj.weight, up_weight=mlp.up_proj.weight, norm_weight=norm.weight, eps=norm.eps)
+        return self.linear(gated, mlp.down_proj.weight, residual=h)
+
+    def write_latents_and_query(
+        self, layer: "DrafterLayer", x: torch.Tensor, layer_view: torch.Tensor, context: "BlockContext"
+    ) -> torch.Tensor:
+        """`DrafterLayer.write_latents_and_query` of rows x that are not normed yet."""
+        attn, paths = layer.self_attn, context.paths
+        norm = {"norm_weight": layer.input_layernorm.weight, "eps": layer.input_layernorm.eps}
+        q_a = kv = None
+        if paths.merged_qkv_a:
+            q_a, kv = self.linear(x, attn.qkv_a_weight, **norm).split((attn.config.q_lora_rank, attn.config.latent_dim), -1)
+        with nullcontext() if paths.side is None else paths.side.fork():
+            if kv is None:
+                kv = self.linear(x, attn.kv_a_proj_with_mqa.weight, on_side=True, **norm)
+            layer.write_latents(kv, layer_view, context)
+        if q_a is None:
+            q_a = self.linear(x, attn.q_a_proj.weight, **norm)
+        q_norm = attn.q_a_layernorm
+        q = self.linear(q_a, attn.q_b_proj.weight, norm_weight=q_norm.weight, eps=q_norm.eps)
+        q = q.unflatten(-1, (attn.config.num_attention_heads, attn.config.qk_head_dim))
+        queries = ops.absorb_queries(q, attn.key_weights, context.cos_sin, backend="triton")
+        if paths.side is not None:
+            paths.side.join()
+        return queries
+
+
+def _products(model: "MLADSparkForCausalLM") -> list[LowMProduct]:
+    """Every product of the path, with the most rows that it takes."""
+    config, dtype = model.config, model.dtype
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    sizes = [
+        (config.q_lora_rank + config.latent_dim, hidden),
+        (config.q_lora_rank, hidden),
+        (config.latent_dim, hidden),
+        (heads * config.qk_head_dim, config.q_lora_rank),
+        (hidden, heads * config.v_head_dim),
+        (hidden, config.intermediate_size),
+        (config.num_hidden_layers * config.latent_dim, hidden),
+        (hidden, config.context_width),
+        (config.vocab_size, hidden),
+    ]
+    products = [LowMProduct(MAX_ROWS, out, inner, dtype) for out, inner in sizes]
+    return [*products, LowMProduct(MAX_ROWS, config.intermediate_size, hidden, dtype, gate_up=True)]
