@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Time the worker's decode step on a GPU at the shapes of one Kimi K3 rank (TP8), under graph replay.
 
-usage: bench_step.py [--out FOLDER] [--batches 1 4] [--contexts 2048 32768 131072] [--cases bookkeeping overlap step qkv]
+usage: bench_step.py [--out FOLDER] [--batches 1 4] [--contexts 2048 32768 131072]
+                     [--cases bookkeeping overlap step qkv profiles]
+                     [--profiles torch triton cute ...] [--kernels]
 Variants take turns within a round; medians over rounds.  Variants that differ in a bit are not timed:
 the script stops with status 1.
 Writes bench_step.json and bench_step.png.
@@ -15,11 +17,12 @@ from pathlib import Path
 import torch
 
 from dspark_model.bench.k3_rank import k3_rank_config, random_drafter
+from dspark_model.bench.profile_cases import PROFILES, block_rows, profile_step_rows
 from dspark_model.bench.qkv_cases import qkv_part_rows, qkv_step_rows, qkv_summary
 from dspark_model.bench.step_cases import Row, bookkeeping_rows, overlap_rows, overlap_summary, step_rows
 from dspark_model.bench.timing import machine
 
-CASES = ("bookkeeping", "overlap", "step", "qkv")
+CASES = ("bookkeeping", "overlap", "step", "qkv", "profiles")
 
 
 def main() -> int:
@@ -28,12 +31,14 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 32768, 131072])
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
+    parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of the fastest profile's step")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: torch sees no CUDA device; this measures one", file=sys.stderr)
         return 2
     try:
-        rows = measure(options.batches, options.contexts, options.cases)
+        rows = measure(options)
     except AssertionError as error:
         print(f"error: not equal to the bit, so nothing is timed: {error}", file=sys.stderr)
         return 1
@@ -42,9 +47,10 @@ def main() -> int:
 
 
 @torch.inference_mode()
-def measure(batches: list[int], contexts: list[int], cases: list[str]) -> list[Row]:
+def measure(options: argparse.Namespace) -> list[Row]:
     """The cases, printed as they come; bookkeeping, overlap and qkv at the first context alone."""
     model = random_drafter(k3_rank_config())
+    batches, contexts, cases, profiles = options.batches, options.contexts, options.cases, options.profiles
     rows: list[Row] = []
     for batch in batches:
         if "bookkeeping" in cases:
@@ -57,6 +63,10 @@ def measure(batches: list[int], contexts: list[int], cases: list[str]) -> list[R
                 torch.cuda.empty_cache()
         for context in contexts if "step" in cases else ():
             rows += show(step_rows(model, batch, context))
+            torch.cuda.empty_cache()
+        for context in contexts if "profiles" in cases else ():
+            rows += show(block_rows(model, batch, context, profiles))
+            rows += show(profile_step_rows(model, batch, context, profiles, show_kernels=options.kernels))
             torch.cuda.empty_cache()
     return rows
 

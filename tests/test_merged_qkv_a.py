@@ -29,7 +29,7 @@ def prefilled(model, runtime: RuntimeConfig) -> tuple[DFlashWorker, torch.Tensor
     worker = worker_of(model, runtime)
     worker.admit("a")
     draw = torch.Generator().manual_seed(3)
-    hidden = torch.randn(19, model.config.context_width, generator=draw).to(model.dtype).to(DEVICE)
+    hidden = torch.randn(19, model.config.context_width, generator=draw).to(model.dtype).to(model.device)
     chunk = ContextChunk(request_id="a", target_hidden=hidden, start_position=0, anchor=5)
     return worker, worker.step(StepInput(context=[chunk]), trace=True).trace.draft.base_logits
 

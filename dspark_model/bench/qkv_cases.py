@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark_model import ops
+from dspark_model.bench.profile_cases import block_context
 from dspark_model.bench.step_cases import Row, started_worker, target_rows
 from dspark_model.bench.timing import capture, time_interleaved
 from dspark_model.config_keys import ConfigError
 from dspark_model.fast_paths import backends
-from dspark_model.modeling import BlockContext, BlockPaths, MLADSparkForCausalLM
+from dspark_model.modeling import BlockPaths, MLADSparkForCausalLM
 from dspark_model.serving_config import RuntimeConfig
 from dspark_model.step_io import StepInput
 from dspark_model.streams import SideStream
@@ -91,7 +91,7 @@ def qkv_step_rows(model: MLADSparkForCausalLM, batch: int, context: int) -> list
 def qkv_part_rows(model: MLADSparkForCausalLM, batch: int, context: int) -> list[Row]:
     """From every layer's normed rows to latents in the pool and absorbed queries: what the choices change."""
     worker, side = started_worker(model, RuntimeConfig.plain(), batch, context), SideStream(model.device)
-    against, works, results = backends(model)["latent_norm_rope"], {}, {}
+    against, works, results = backends(model, worker.pool)["latent_norm_rope"], {}, {}
     before = worker.pool.storage.clone()
     model.merge_qkv_a()
     for variant in qkv_variants():
@@ -111,20 +111,7 @@ def qkv_part_rows(model: MLADSparkForCausalLM, batch: int, context: int) -> list
 def qkv_part(worker: DFlashWorker, batch: int, paths: BlockPaths) -> Callable[[], list[torch.Tensor]]:
     """A call that does that part for the blocks of `batch` requests, and returns the layers' queries."""
     model, pool = worker.model, worker.pool
-    slots = torch.tensor([worker.slot_of(key) for key in range(batch)], device=model.device)
-    lens, page_table = worker._slots.context_lens[slots], pool.page_table[slots]
-    block = ops.block_fixup(
-        lens, page_table, pool.num_pages[slots], slots >= 0, rows=worker.block_rows, page_size=pool.config.page_size
-    )
-    shared = BlockContext(
-        layer_views=pool.layer_views,
-        page_table=page_table,
-        context_lens=lens,
-        rows=block,
-        cos_sin=worker.rope.rows(block.positions),
-        max_seq_len=pool.max_rows,
-        paths=paths,
-    )
+    shared = block_context(worker, batch, paths)
     draw = torch.Generator(model.device).manual_seed(5)
     shape = (model.config.num_hidden_layers, batch, worker.block_rows, model.config.hidden_size)
     normed = torch.randn(shape, generator=draw, device=model.device).to(model.dtype)
