@@ -19,7 +19,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 from cutlass.memory import SmemAllocator
 
-from dspark_kernels.cute.compile import build_architecture, compile_once
+from dspark_kernels.cute.builds import build_architecture
+from dspark_kernels.cute.compile import compile_once
 
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 WARP = 32
