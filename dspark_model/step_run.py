@@ -59,15 +59,14 @@ class StepPaths:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """slots: int64 [B], NO_TOKEN for dummy rows; rows: the bookkeeping of the B output rows, R of which drafted.  drafted:
-    int64 [R], None when all did.  context: [M, hidden], all rows that were projected.  draft_probs: float32 [R, K, V] and
-    drawn: bool [B] where drafts were drawn, else None and all False."""
+    int64 [R], None when all did.  context: [M, hidden], all rows that were projected.  draft_probs: float32 [R, K, V]
+    where drafts were drawn, else None."""
 
     slots: torch.Tensor
     rows: StepRows
     drafted: torch.Tensor | None
     draft: BlockDraft | None
     draft_probs: torch.Tensor | None
-    drawn: torch.Tensor
     context: torch.Tensor
 
 
@@ -269,10 +268,7 @@ class StepRun:
         plan = self._plan
         drafted = None if len(plan.drafted) == len(plan.requests) else self._integers(list(plan.drafted))
         draft, probs = self._decode(rows, drafted) if plan.drafted else (None, None)
-        drawn = torch.zeros(len(plan.requests), dtype=torch.bool, device=self._device)
-        if probs is not None:
-            drawn[self._integers(list(plan.drafted))] = self._temperatures([plan.sampling[i] for i in plan.drafted]) > 0
-        return StepResult(self._slots, rows, drafted, draft, probs, drawn, context)
+        return StepResult(self._slots, rows, drafted, draft, probs, context)
 
     def _decode(self, rows: StepRows, drafted: torch.Tensor | None) -> tuple[BlockDraft, torch.Tensor | None]:
         model, pool, fused = self._model, self._pool, self._paths.fused_prologue

@@ -325,7 +325,8 @@ class DFlashWorker:
             return next_tokens
         for index, request in enumerate(plan.requests):
             if request is not None:
-                state.drawn[request.slot] = result.drawn[index]
+                drawn = result.draft_probs is not None and index in plan.drafted and plan.sampling[index].temperature > 0
+                state.drawn[request.slot] = drawn
         if result.draft_probs is not None:
             for row, index in enumerate(plan.drafted):
                 if plan.requests[index] is not None:
