@@ -6,7 +6,7 @@ float32, and a result is rounded once, when it is stored in the tensor's dtype.
 """
 
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
-from dspark_model.ops.block_attention import block_attention
+from dspark_model.ops.block_attention import block_attention, block_attention_refusal
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table
@@ -39,6 +39,7 @@ __all__ = [
     "StepRows",
     "accept_exact",
     "block_attention",
+    "block_attention_refusal",
     "block_fixup",
     "can_pack",
     "context_store",
