@@ -42,6 +42,7 @@ kernels = [
 def integers(*size, dtype=torch.int64):
     return torch.zeros(size, dtype=dtype)
 
+H200_SHARED_MEMORY = 227 * 1024
 # Kimi K3's shape; a batch of 1 makes some sizes the compile-time 1.
 LAYERS, PAGE, LATENT, ROPE, HIDDEN, DRAFTS, SLOTS = 5, 32, 576, 64, 7168, 7, 4
 table, lens = integers(SLOTS, 9, dtype=torch.int32), integers(SLOTS)
@@ -66,12 +67,12 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
             block_attention(
                 queries, views[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
                 softmax_scale=0.07, max_seq_len=1 << 17, processors=132,
-                tuning=choose_tuning(56 * batch, bf16, by_hand=by_hand), **options,
+                tuning=choose_tuning(56 * batch, bf16, by_hand=by_hand, shared_bytes=H200_SHARED_MEMORY), **options,
             )
     block_attention(
         queries[..., :2, :], views[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
         softmax_scale=0.07, max_seq_len=1 << 17, causal=False, window=None, processors=132,
-        tuning=choose_tuning(14, bf16, by_hand=False),
+        tuning=choose_tuning(14, bf16, by_hand=False, shared_bytes=H200_SHARED_MEMORY),
     )
     hidden = torch.zeros(8, HIDDEN, dtype=torch.bfloat16)
     ops.noise_block(slots, hidden, hidden[0], rows, fused=True)

@@ -174,10 +174,11 @@ def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_ran
         if lse is not None:
             lse.fill_(float("-inf"))
         return queries.new_zeros(batch, block, heads, kv_lora_rank)
-    by_hand, processors = False, 4  # the interpreter has no processors; 4 shares are enough to be merged
+    # The interpreter has neither processors, and 4 shares are enough to be merged, nor shared memory.
+    by_hand, processors, shared_bytes = False, 4, 1 << 30
     if queries.device.type == "cuda":
         device = torch.cuda.get_device_properties(queries.device)
-        processors = device.multi_processor_count
+        processors, shared_bytes = device.multi_processor_count, device.shared_memory_per_block_optin
         by_hand = hopper_kernel_takes((device.major, device.minor), kv_lora_rank, width, latents.dtype)
         # It copies 16 bytes at a time.
         by_hand = by_hand and _in_steps_of_16_bytes(queries) and _in_steps_of_16_bytes(latents)
@@ -190,7 +191,7 @@ def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_ran
         kv_lora_rank=kv_lora_rank,
         max_seq_len=max_seq_len,
         processors=processors,
-        tuning=choose_tuning(block * heads, latents.dtype, by_hand=by_hand),
+        tuning=choose_tuning(block * heads, latents.dtype, by_hand=by_hand, shared_bytes=shared_bytes),
         lse=lse,
         **options,
     )

@@ -284,7 +284,7 @@ def test_kernel_with_any_count_of_heads_and_rows(rows, heads):
     kernel_like_float64(make([18], rows=rows, page_size=16, heads=heads), causal=rows == 8)
 
 
-@pytest.mark.parametrize("window", [1, 16, 17, 1000])
+@pytest.mark.parametrize("window", [1, 16, 17])
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernel_window_never_reads_what_left_it(causal, window):
     inputs = outside_window_lost(make([0, 40, 55], rows=2, page_size=16), window)
@@ -361,6 +361,20 @@ def test_no_launch_shape_follows_padding_or_a_bound(monkeypatch):
         assert all(build == builds[0] for build in builds)
 
 
+def test_tiles_follow_static_facts_only():
+    from dspark_kernels.triton.block_attention import choose_tuning, hopper_kernel_takes
+
+    def tile(rows, dtype=torch.bfloat16, shared_bytes=227 << 10):
+        return choose_tuning(rows, dtype, by_hand=False, shared_bytes=shared_bytes).row_tile
+
+    assert (tile(16), tile(17), tile(448), tile(448, torch.float32)) == (16, 64, 64, 16)
+    assert (tile(56, shared_bytes=163 << 10), tile(56, shared_bytes=99 << 10)) == (16, 16)
+    assert choose_tuning(1, torch.float16, by_hand=True, shared_bytes=227 << 10).by_hand
+    assert hopper_kernel_takes((9, 0), 512, 576, torch.float16)
+    for other in (((8, 0), 512, 576, torch.float16), ((9, 0), 512, 560, torch.float16), ((9, 0), 512, 576, torch.float32)):
+        assert not hopper_kernel_takes(*other)
+
+
 def lse_in_float64(inputs, *, causal: bool = False) -> torch.Tensor:
     queries, latents, table, context, seq = inputs
     out = torch.full(queries.shape[:3], float("-inf"), dtype=torch.float64)
@@ -375,9 +389,8 @@ def lse_in_float64(inputs, *, causal: bool = False) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("shares", [1, 3])
-def test_kernel_gives_the_logarithm_of_the_sum_of_weights(causal, shares):
+@pytest.mark.parametrize(("shares", "causal"), [(1, False), (3, False), (3, True)])
+def test_kernel_gives_the_logarithm_of_the_sum_of_weights(shares, causal):
     """Of requests that lie in one share, that several shares hold, and without keys."""
     from dspark_kernels.triton.block_attention import block_attention as launch
     from dspark_kernels.triton.block_attention import choose_tuning
@@ -389,7 +402,7 @@ def test_kernel_gives_the_logarithm_of_the_sum_of_weights(causal, shares):
     with watched_memory(*on_device, writes=[lse]):
         out = launch(
             *on_device, kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=64, causal=causal, window=None, processors=shares,
-            tuning=choose_tuning(9, torch.float32, by_hand=False), lse=lse,
+            tuning=choose_tuning(9, torch.float32, by_hand=False, shared_bytes=1 << 30), lse=lse,
         )  # fmt: skip
     torch.testing.assert_close(lse.cpu().double(), lse_in_float64(inputs, causal=causal), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(out.cpu().double(), exact(*inputs, causal=causal), rtol=3e-6, atol=3e-6)
@@ -410,7 +423,7 @@ def test_upper_triangle_completes_a_causal_result(block_rows, page_size):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_causal_fixup_is_the_whole_block(window):
-    inputs = make([40, 0, 6], rows=4, page_size=16)
+    inputs = make([20, 0, 6], rows=2, page_size=16)
     inputs[4][1] = 0
     ours = kernel_like_float64(inputs, window=window, backend="causal_fixup", bound=5e-6)
     torch.testing.assert_close(ours, attend(inputs, window=window), rtol=5e-6, atol=5e-6)
@@ -481,7 +494,7 @@ def test_kernel_repeats_its_bits():
     assert_bitwise_equal(kernel(inputs), kernel(inputs))
 
 
-@pytest.mark.parametrize(("shares", "min_tiles"), [(1, 1), (2, 1), (7, 1), (40, 1), (7, 3)])
+@pytest.mark.parametrize(("shares", "min_tiles"), [(1, 1), (7, 1), (40, 1), (7, 3)])
 def test_kernel_merges_any_split(min_tiles, shares):
     """Requests that lie within one share, end with one, and go through several."""
     from dspark_kernels.triton.block_attention import block_attention as launch
@@ -489,7 +502,7 @@ def test_kernel_merges_any_split(min_tiles, shares):
 
     inputs = make([45, 0, 100, 13, 0, 15], rows=1, page_size=16, block_rows=1)
     inputs[4][1] = 0
-    tuning = dataclasses.replace(choose_tuning(3, torch.float32, by_hand=False), min_tiles=min_tiles)
+    tuning = dataclasses.replace(choose_tuning(3, torch.float32, by_hand=False, shared_bytes=1 << 30), min_tiles=min_tiles)
     ours = launch(
         *[value.to(DEVICE) for value in inputs], kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=128, causal=False,
         window=None, processors=shares, tuning=tuning,

@@ -275,8 +275,11 @@ def hopper_kernel_takes(capability: tuple[int, int], kv_lora_rank: int, width: i
     return capability == (9, 0) and (kv_lora_rank, width) == (512, 576) and dtype in (torch.bfloat16, torch.float16)
 
 
-def choose_tuning(rows: int, dtype: torch.dtype, *, by_hand: bool) -> Tuning:
-    """The launch shape for `rows` query rows a request.
+SHARED_BYTES_64_ROWS = 221184  # of the plain kernel with tiles of 64 x 64 and latents of 512 + 64 in 16 bits, built for sm_90
+
+
+def choose_tuning(rows: int, dtype: torch.dtype, *, by_hand: bool, shared_bytes: int) -> Tuning:
+    """The launch shape for `rows` query rows a request.  shared_bytes: shared memory that the device has for one program.
 
     Neither the batch nor a bound on the lengths has a part in it, so that no padding and no looser bound changes a bit.  One
     layer of Kimi K3 in us on an H200 (rows; context), the best of the shapes tried at each size first:
@@ -286,14 +289,16 @@ def choose_tuning(rows: int, dtype: torch.dtype, *, by_hand: bool) -> Tuning:
         64 x 64          21.8       73.4       154.9       366.0       37.4       212.3                    33.9
         16 x 64          19.2       71.5       229.4       649.2       42.1       428.9                    28.8
 
-    64 x 64 it is where the kernel by hand cannot run: what it loses at 2048 keys is a fifth of what it wins at 131072.  At most
-    16 rows would leave it three quarters empty.  Tiles for float32, which has no tensor cores here, are small to fit.
+    Where the kernel by hand cannot run it is 64 x 64, which gains 75 us at 131072 keys and loses 3 to 5 at 2048; 16 x 64
+    (94208 bytes) where those tiles do not fit, or at most 16 rows would leave them three quarters empty.  Tiles for float32,
+    which these products do without tensor cores, are small to fit.
     """
     if by_hand:
         return Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, by_hand=True)
     if dtype.itemsize > 2:
         return Tuning(row_tile=16, key_tile=16, num_warps=4, num_stages=2)
-    return Tuning(row_tile=16 if rows <= 16 else 64, key_tile=64, num_warps=8, num_stages=2)
+    narrow = rows <= 16 or shared_bytes < SHARED_BYTES_64_ROWS
+    return Tuning(row_tile=16 if narrow else 64, key_tile=64, num_warps=8, num_stages=2)
 
 
 def block_attention(
