@@ -6,7 +6,8 @@ import torch
 
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
-from dspark_model.ops import PoolGeometry
+from dspark_model.ops import PoolGeometry, block_attention_refusal
+from dspark_model.ops.block_attention import BACKENDS as ATTENTION_BACKENDS
 from dspark_model.packing import PackedLinear
 from dspark_model.runtime import Obstacle
 
@@ -96,31 +97,26 @@ def obstacles(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, Obst
     }
 
 
-def attention_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
-    """Why the attention kernels cannot read this pool, whichever they are."""
+def attention_obstacle(backend: str, model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
+    """Why a backend of `ops.block_attention` cannot serve this model and pool, or is not worth it."""
     if pool.dtype is not model.dtype:
         return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
-    if model.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return Obstacle(f"there is no kernel for {model.dtype}")
-    return None
-
-
-def cute_attention_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
-    """Why the attention kernel in CuTe DSL cannot serve this model and pool."""
-    obstacle = attention_obstacle(model, pool) or cute_obstacle(model.device)
-    if obstacle is not None:
-        return obstacle
-    if torch.cuda.get_device_capability(model.device) != (9, 0):
-        return Obstacle("its attention kernel is written for Hopper (compute capability 9.0)")
-    latent, width = model.config.kv_lora_rank, model.config.latent_dim
-    if model.dtype is torch.float32 or latent % 128 or latent > 512 or width % 64 or width > 576:
-        return Obstacle(
-            f"its attention kernel takes 16-bit latents of up to 512 + 64 values in steps of 128 and 64, not {model.dtype} and "
-            f"{latent} + {width - latent}"
-        )
-    if pool.config.page_size % 8 or any(stride % 8 for view in pool.layer_views for stride in view.stride()[:2]):
-        return Obstacle("its attention kernel wants pages of a multiple of 8 tokens, and rows at multiples of 8 values")
-    return None
+    config, device = model.config, model.device
+    reason = block_attention_refusal(
+        backend,
+        device=device,
+        dtype=model.dtype,
+        kv_lora_rank=config.kv_lora_rank,
+        width=config.latent_dim,
+        page_size=pool.config.page_size,
+        heads=config.num_attention_heads,
+        causal=config.is_causal,
+    )
+    if reason is not None:
+        return Obstacle(reason)
+    if backend == "cute" and any(stride % 8 for view in pool.layer_views for stride in view.stride()[:2]):
+        return Obstacle("cute wants rows of the pool at multiples of 8 values")
+    return triton_obstacle(device) if backend in ("triton", "causal_fixup") else None
 
 
 def low_m_obstacle(model: MLADSparkForCausalLM) -> Obstacle | None:
@@ -141,10 +137,7 @@ def backends(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, dict[
     """By field and backend, what stands in the way of a backend other than torch's."""
     device = model.device
     return {
-        "attention": {
-            "triton": attention_obstacle(model, pool) or triton_obstacle(device),
-            "cute": cute_attention_obstacle(model, pool),
-        },
+        "attention": {name: attention_obstacle(name, model, pool) for name in ATTENTION_BACKENDS if name != "torch"},
         "gemm": {"low_m": low_m_obstacle(model)},
         "latent_norm_rope": {"triton": triton_obstacle(device), "cute": cute_obstacle(device)},
         "merged_qkv_a": {"on": merged_qkv_a_obstacle(model)},

@@ -11,7 +11,7 @@ import torch
 from dspark_model.ops import NO_TOKEN
 from dspark_model.runtime import ResolvedRuntime
 from dspark_model.sampling import GREEDY
-from dspark_model.serving_config import DraftSampling
+from dspark_model.serving_config import Attention, DraftSampling
 from dspark_model.step_io import GenerationRows, StepInput
 from dspark_model.step_plan import StepPlan
 
@@ -41,6 +41,8 @@ def why_not_captured(step_input: StepInput, resolved: ResolvedRuntime, largest_b
     rows = step_input.generation
     if resolved["draft_sampling"].in_force == DraftSampling.SAMPLE:
         return "runtime.draft_sampling=sample keeps the distributions of drafts, which captured steps do not follow"
+    if resolved["attention"].in_force == Attention.FLASHINFER:
+        return "attention=flashinfer plans each call on the host"
     if step_input.context or rows is None:
         return "the step has context chunks"
     if rows.target_tokens is None or rows.widths is not None:

@@ -66,7 +66,7 @@ class ResolvedRuntime:
 
 # Backends that this version has; the first is the reference, which runs everywhere.
 _BUILT = {
-    "attention": (Attention.TORCH, Attention.TRITON, Attention.CUTE),
+    "attention": (Attention.TORCH, Attention.TRITON, Attention.CUTE, Attention.CAUSAL_FIXUP, Attention.FLASHINFER),
     "latent_norm_rope": (LatentNormRope.TORCH, LatentNormRope.TRITON, LatentNormRope.CUTE),
     "gemm": (Gemm.CUBLAS, Gemm.LOW_M),
     "merged_qkv_a": (MergedQkvA.OFF, MergedQkvA.ON),

@@ -59,6 +59,7 @@ def measure(batch: int, context: int, heads: int, with_flashinfer: bool) -> list
     calls, errors = {}, {}
     for name, tuning in cases.tunings().items():
         check(name, case, lambda tuning=tuning: cases.kernel_call(case, tuning, processors), calls, errors, 1.2 * rounded)
+    check("causal fixup", case, lambda: lambda pool: case.run(pool, backend="causal_fixup"), calls, errors, 1.6 * rounded)
     if with_flashinfer:
         check("flashinfer fa3", case, lambda: cases.flashinfer_call(case), calls, errors, 4 * rounded)
     rows = []

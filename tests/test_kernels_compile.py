@@ -15,7 +15,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 import dspark_kernels.triton
-from dspark_kernels.triton.block_attention import Tuning, block_attention, choose_tuning
+from dspark_kernels.triton.block_attention import block_attention, choose_tuning
 from dspark_model import ops
 
 driver = types.SimpleNamespace(
@@ -47,6 +47,7 @@ kernels = [
 def integers(*size, dtype=torch.int64):
     return torch.zeros(size, dtype=dtype)
 
+H200_SHARED_MEMORY = 227 * 1024
 # Kimi K3's shape; a batch of 1 makes some sizes the compile-time 1.
 LAYERS, PAGE, LATENT, ROPE, HIDDEN, DRAFTS, SLOTS = 5, 32, 576, 64, 7168, 7, 4
 table, lens = integers(SLOTS, 9, dtype=torch.int32), integers(SLOTS)
@@ -67,23 +68,20 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
     queries = ops.absorb_queries(q, kv_b[:, :128], torch.zeros(batch, rows, 64), backend="triton")
     ops.per_head_product(queries[..., :512], kv_b[:, 128:].mT, out=q[..., :128], backend="triton")
     queries = torch.zeros(batch, DRAFTS, 8 * batch, LATENT, dtype=torch.bfloat16)
-    for longest, options in ((4096, {}), (1 << 20, {}), (1 << 20, {"causal": True, "window": 4096})):
-        ops.block_attention(
-            queries, views[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
-            softmax_scale=0.07, max_seq_len=longest, backend="triton", **options,
-        )
-        tuning = choose_tuning(56 * batch, longest, torch.bfloat16, overlap=True)
-        block_attention(
-            queries, views[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
-            softmax_scale=0.07, max_seq_len=longest, causal=False, window=None, processors=132,
-            tuning=tuning,
-        )
-    for options in ({"causal": False, "window": None}, {"causal": True, "window": 4096}):
-        tuning = Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, by_hand=True)
-        block_attention(
-            queries, views[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
-            softmax_scale=0.07, max_seq_len=1 << 17, processors=132, tuning=tuning, **options,
-        )
+    statistics = torch.zeros(batch, DRAFTS, 8 * batch)
+    bf16 = torch.bfloat16
+    for by_hand in (False, True):
+        for options in ({"causal": False, "window": None, "slots": slots}, {"causal": True, "window": 4096, "lse": statistics}):
+            block_attention(
+                queries, views[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
+                softmax_scale=0.07, max_seq_len=1 << 17, processors=132,
+                tuning=choose_tuning(56 * batch, bf16, by_hand=by_hand, shared_bytes=H200_SHARED_MEMORY), **options,
+            )
+    block_attention(
+        queries[..., :2, :], views[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
+        softmax_scale=0.07, max_seq_len=1 << 17, causal=False, window=None, processors=132,
+        tuning=choose_tuning(14, bf16, by_hand=False, shared_bytes=H200_SHARED_MEMORY),
+    )
     hidden = torch.zeros(8, HIDDEN, dtype=torch.bfloat16)
     ops.rms_norm(hidden, hidden[0], 1e-5, backend="triton")
     ops.noise_block(slots, hidden, hidden[0], rows, fused=True)

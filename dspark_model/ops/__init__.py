@@ -7,7 +7,7 @@ float32, and a result is rounded once, when it is stored in the tensor's dtype.
 
 from dspark_model.ops.absorb_queries import absorb_queries
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
-from dspark_model.ops.block_attention import block_attention
+from dspark_model.ops.block_attention import block_attention, block_attention_refusal
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.confidence import confidence
 from dspark_model.ops.context_rows import ContextRows, context_rows
@@ -55,6 +55,7 @@ __all__ = [
     "absorb_queries",
     "accept_exact",
     "block_attention",
+    "block_attention_refusal",
     "block_fixup",
     "can_pack",
     "context_rows",

@@ -1,6 +1,95 @@
 """Absorbed MLA attention of one block over paged context and the block itself."""
 
+import importlib.util
+
 import torch
+
+BACKENDS = ("torch", "triton", "cute", "causal_fixup", "flashinfer")
+_TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_16_BIT_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def block_attention_refusal(
+    backend: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_lora_rank: int,
+    width: int,
+    page_size: int,
+    heads: int,
+    causal: bool = False,
+    window: int | None = None,
+    captured: bool = False,
+) -> str | None:
+    """Why `block_attention` with this backend does not take such calls; None where it does.
+
+    dtype: of queries and latents; width: values of a latent row; captured: the call becomes part of a CUDA graph.
+    """
+    if backend not in BACKENDS:
+        return f"block_attention has no backend {backend!r}; choose one of {', '.join(BACKENDS)}"
+    if min(page_size, heads) < 1:
+        return f"attention needs pages and heads of at least 1, got page_size={page_size} and {heads} heads"
+    if not 0 < kv_lora_rank < width:
+        return f"attention reads a rotary part behind the value, got rows of {width} values with kv_lora_rank={kv_lora_rank}"
+    if backend == "torch":
+        return None
+    if causal and backend not in ("triton", "cute"):
+        return f"{backend} attends to the whole block, and this block is causal; cute, triton and torch take both"
+    if backend == "cute":
+        return _cute_refusal(device, dtype, kv_lora_rank, width, page_size)
+    if backend == "flashinfer":
+        return _flashinfer_refusal(device, dtype, kv_lora_rank, width, window, captured)
+    return _triton_refusal(device, dtype, backend)
+
+
+def _triton_refusal(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
+    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("dspark_kernels") is None:
+        return f"{backend} needs the packages triton and dspark_kernels, and one of them is not installed"
+    from triton import knobs
+
+    if device.type not in (("cuda", "cpu") if knobs.runtime.interpret else ("cuda",)):
+        return f"{backend} runs on CUDA devices, got {device}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{backend} needs a device of capability 8.0 or later, got {torch.cuda.get_device_capability(device)}"
+    if dtype not in _TRITON_DTYPES:
+        return f"{backend} takes queries and latents of bfloat16, float16 or float32, got {dtype}"
+    return None
+
+
+def _cute_refusal(device: torch.device, dtype: torch.dtype, kv_lora_rank: int, width: int, page_size: int) -> str | None:
+    if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("dspark_kernels") is None:
+        return "cute needs the packages nvidia-cutlass-dsl and dspark_kernels, and one of them is not installed"
+    if device.type != "cuda":
+        return f"cute runs on CUDA devices, got {device}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"cute is written for devices of capability 9.0 (Hopper), got {torch.cuda.get_device_capability(device)}"
+    if dtype not in _16_BIT_DTYPES:
+        return f"cute takes queries and latents of bfloat16 or float16, got {dtype}"
+    if kv_lora_rank % 128 or kv_lora_rank > 512 or width % 64 or width > 576:
+        return (
+            "cute takes latents of up to 512 + 64 values, the value in steps of 128 and the row in steps of 64, got "
+            f"{kv_lora_rank} + {width - kv_lora_rank}"
+        )
+    if page_size % 8:
+        return f"cute takes pages of a multiple of 8 tokens, got {page_size}"
+    return None
+
+
+def _flashinfer_refusal(device: torch.device, dtype: torch.dtype, kv_lora_rank: int, width: int, window, captured: bool):
+    if importlib.util.find_spec("flashinfer") is None:
+        return "flashinfer needs the package flashinfer, and it is not installed"
+    if captured:
+        return "flashinfer plans each call from lengths on the host, so no captured step can hold it; run the step eagerly"
+    if dtype not in _16_BIT_DTYPES:
+        return f"flashinfer takes queries and latents of bfloat16 or float16, got {dtype}"
+    if (kv_lora_rank, width) != (512, 576):
+        return f"flashinfer's MLA takes latents of 512 + 64 values, got {kv_lora_rank} + {width - kv_lora_rank}"
+    if window is not None:
+        return f"flashinfer's MLA has no window over the context, got window={window}"
+    if device.type != "cuda":
+        return f"flashinfer runs on CUDA devices, got {device}"
+    return None
 
 
 def block_attention(
@@ -15,6 +104,7 @@ def block_attention(
     max_seq_len: int,
     causal: bool = False,
     window: int | None = None,
+    slots: torch.Tensor | None = None,
     backend: str = "torch",
 ) -> torch.Tensor:
     """softmax(scale * q . k) v over one shared latent: keys are whole latent rows, values their first kv_lora_rank values
@@ -22,44 +112,54 @@ def block_attention(
 
     queries: [B, N, heads, D], N block rows, the absorbed part then the rotary part.
     latents: [pages, page_size, D], one layer of the pool; the block's own rows are there already, behind the context.
-    page_table: int32 [B, P]; context_lens: int64 [B]; seq_lens: int64 [B], keys of each request: context and block.
-        Rows at or past seq_lens[b] are never used, even if NaN.
+    page_table: int32 [S, P]; context_lens: int64 [B]; seq_lens: int64 [B], keys of each request: context and block.
+        Rows at or past seq_lens[b] and entries of pages that hold no key are never used, even if NaN or no page.
+    slots: int64 [B], the table's row of each request; None: request b has row b.  A slot of -1 stands for a request with
+        seq_lens[b] = 0; no row is looked up for it.
     max_seq_len: host number that is at least every seq_lens[b]; bounds what is gathered.
     causal: row j of the block sees the block rows up to itself only; all rows see the whole context.
     window: W >= 1: no row sees a context row with an index below context_lens[b] - W; such rows and their pages are never used
         either.  None: all rows see the whole context.
-    backend: `torch`; or `triton`, which reads each key once a 64 query rows, gathers nothing, never waits for the device, and
-        rounds the weights to the pool's dtype before the product with the values.  Its bits depend on the requests that have
-        keys, in their order, not on requests without.  Or `cute`, the same for Hopper in CuTe DSL.
+    backend: `torch`;
+        `triton`: reads each key once a 64 query rows, gathers nothing, never waits for the device, and rounds the weights to
+            the pool's dtype before the product with the values;
+        `cute`: the same for Hopper, in CuTe DSL;
+        `causal_fixup`: the Triton kernel run causally, then the block's strict upper triangle in torch, merged by log-sum-exp:
+            what an engine does whose paged kernel is causal only.  It rounds the causal part once more;
+        `flashinfer`: FlashInfer's paged MLA; waits for the device to plan from the lengths, so it cannot be captured.
+        `block_attention_refusal` says in advance what a backend does not take.
+
+    Bits: with `triton`, `cute` and `causal_fixup` they are the same in every run.  They depend on the device's type, the
+    dtypes, the shape of a request's queries, kv_lora_rank, softmax_scale, causal, window, whether rows lie at multiples of 16 bytes, and
+    on the requests that have keys, in their order: their queries, keys and lengths.  They depend neither on requests without
+    keys, nor on the size of the batch with these, nor on max_seq_len, the page size, the pages' places or the pool's layout.
+    Another request with keys may move the places where a long context is divided, and so the last bit.
     Returns [B, N, heads, kv_lora_rank] in queries' dtype; float32 inside, one rounding.  A request with no key gives 0.
 
     Raises:
-        ValueError: the window is below 1, the backend is unknown, or `triton` cannot take the page size, dtypes or strides.
+        ValueError: the window is below 1, `block_attention_refusal` gives a reason, or a kernel cannot take the strides, widths
+            or dtypes of the tensors.
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a window over the context holds at least 1 row; pass None for no window")
-    if backend == "triton":
-        return _triton(
-            queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
-            max_seq_len=max_seq_len, causal=causal, window=window,
-        )  # fmt: skip
-    if backend == "cute":
-        return _cute(
-            queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
-            causal=causal, window=window,
-        )  # fmt: skip
+    _check_served(backend, queries, latents, kv_lora_rank, causal, window)
     if backend != "torch":
-        raise ValueError(f"block_attention has no backend {backend!r}; choose torch, triton or cute")
+        return _BACKENDS[backend](
+            queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
+            max_seq_len=max_seq_len, causal=causal, window=window, slots=slots,
+        )  # fmt: skip
+    if slots is not None:
+        page_table = page_table[slots.clamp(min=0)]  # what a slot of -1 gets has no key
     batch, rows, heads, width = queries.shape
     page_size = latents.shape[1]
     num_pages = -(-max_seq_len // page_size)
-    pages = page_table[:, :num_pages].long().clamp(min=0)
+    pages = page_table[:, :num_pages].long()
     index = torch.arange(pages.shape[1] * page_size, device=queries.device)
     used = index < seq_lens[:, None]
     if window is not None:
         used = used & (index >= context_lens[:, None] - window)
-        held = used.unflatten(1, (pages.shape[1], page_size)).any(-1)
-        pages = torch.where(held, pages, 0)
+    held = used.view(batch, pages.shape[1], page_size).any(-1)
+    pages = torch.where(held, pages, 0)
     keys = latents[pages].reshape(batch, pages.shape[1] * page_size, width).float()
     keys = torch.where(used[..., None], keys, 0.0)
     visible = used[:, None, :].expand(batch, rows, -1)
@@ -75,23 +175,35 @@ def block_attention(
     return out.reshape(batch, rows, heads, kv_lora_rank).to(queries.dtype)
 
 
-def _cute(queries, latents, page_table, context_lens, seq_lens, **options):
-    if queries.device.type != "cuda":
-        raise ValueError(f"block_attention=cute runs on CUDA devices, got queries on {queries.device}; choose triton or torch")
-    from dspark_kernels.cute.block_attention import block_attention as launch
+def _check_served(backend: str, queries, latents, kv_lora_rank: int, causal: bool, window: int | None) -> None:
+    """Raises ValueError with the backend's refusal."""
+    captured = queries.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    reason = block_attention_refusal(
+        backend, device=queries.device, dtype=latents.dtype, kv_lora_rank=kv_lora_rank, width=latents.shape[-1],
+        page_size=latents.shape[1], heads=queries.shape[2], causal=causal, window=window, captured=captured,
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(f"block_attention={backend}: {reason}")
 
-    return launch(queries, latents, page_table, context_lens, seq_lens, **options)
 
-
-def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, max_seq_len: int, **options):
+def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, max_seq_len: int, lse=None, **options):
     from dspark_kernels.triton.block_attention import block_attention as launch
-    from dspark_kernels.triton.block_attention import choose_tuning
+    from dspark_kernels.triton.block_attention import choose_tuning, hopper_kernel_takes
 
-    _check_kernel_takes(queries, latents, page_table, context_lens, seq_lens, kv_lora_rank)
+    _check_kernel_takes(queries, latents, page_table, context_lens, seq_lens, options["slots"])
     batch, block, heads, width = queries.shape
     if not queries.numel() or max_seq_len == 0:
+        if lse is not None:
+            lse.fill_(float("-inf"))
         return queries.new_zeros(batch, block, heads, kv_lora_rank)
-    cuda = queries.device.type == "cuda"
+    # The interpreter has neither processors, and 4 shares are enough to be merged, nor shared memory.
+    by_hand, processors, shared_bytes = False, 4, 1 << 30
+    if queries.device.type == "cuda":
+        device = torch.cuda.get_device_properties(queries.device)
+        processors, shared_bytes = device.multi_processor_count, device.shared_memory_per_block_optin
+        by_hand = hopper_kernel_takes((device.major, device.minor), kv_lora_rank, width, latents.dtype)
+        # It copies 16 bytes at a time.
+        by_hand = by_hand and _in_steps_of_16_bytes(queries) and _in_steps_of_16_bytes(latents)
     return launch(
         queries,
         latents,
@@ -100,33 +212,70 @@ def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_ran
         seq_lens,
         kv_lora_rank=kv_lora_rank,
         max_seq_len=max_seq_len,
-        # The interpreter has no processors; 4 shares are enough to be merged.
-        processors=torch.cuda.get_device_properties(queries.device).multi_processor_count if cuda else 4,
-        tuning=choose_tuning(block * heads, max_seq_len, latents.dtype, overlap=cuda),
+        processors=processors,
+        tuning=choose_tuning(block * heads, latents.dtype, by_hand=by_hand, shared_bytes=shared_bytes),
+        lse=lse,
         **options,
     )
 
 
-def _check_kernel_takes(queries, latents, page_table, context_lens, seq_lens, kv_lora_rank: int) -> None:
-    """Raises ValueError for arguments that the Triton kernel does not know."""
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    if queries.dtype is not latents.dtype or latents.dtype not in dtypes:
+def _causal_fixup(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, causal: bool, **options):
+    from dspark_model.ops.attention_fixup import add_upper_triangle
+
+    lse = torch.empty(queries.shape[:3], dtype=torch.float32, device=queries.device)
+    seen = _triton(
+        queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, causal=True, lse=lse, **options
+    )
+    return add_upper_triangle(
+        seen, lse, queries, latents, page_table, context_lens, seq_lens, softmax_scale=options["softmax_scale"],
+        slots=options["slots"],
+    )  # fmt: skip
+
+
+def _flashinfer(queries, latents, page_table, context_lens, seq_lens, **options):
+    from dspark_model.ops.attention_flashinfer import planned_attention
+
+    _check_kernel_takes(queries, latents, page_table, context_lens, seq_lens, options["slots"])
+    return planned_attention(
+        queries, latents, page_table, seq_lens, kv_lora_rank=options["kv_lora_rank"], softmax_scale=options["softmax_scale"],
+        slots=options["slots"],
+    )  # fmt: skip
+
+
+def _cute(queries, latents, page_table, context_lens, seq_lens, *, max_seq_len: int, slots=None, **options):
+    from dspark_kernels.cute.block_attention import block_attention as launch
+
+    if slots is not None:
+        page_table = page_table[slots.clamp(min=0)]
+    return launch(queries, latents, page_table, context_lens, seq_lens, **options)
+
+
+_BACKENDS = {"triton": _triton, "cute": _cute, "causal_fixup": _causal_fixup, "flashinfer": _flashinfer}
+
+
+def _in_steps_of_16_bytes(tensor: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0 and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+def _check_kernel_takes(queries, latents, page_table, context_lens, seq_lens, slots) -> None:
+    """Raises ValueError for tensors that the kernels do not know."""
+    if queries.dtype is not latents.dtype:
+        raise ValueError(f"queries are {queries.dtype} and latents {latents.dtype}; wanted one dtype for both")
+    if queries.shape[-1] != latents.shape[-1]:
         raise ValueError(
-            f"block_attention=triton got queries in {queries.dtype} and latents in {latents.dtype}; it wants both in one of "
-            f"{', '.join(map(str, dtypes))}"
-        )
-    if not 0 < kv_lora_rank < latents.shape[-1] or queries.shape[-1] != latents.shape[-1]:
-        raise ValueError(
-            f"queries have {queries.shape[-1]} values a row, latents {latents.shape[-1]}, of which kv_lora_rank={kv_lora_rank} "
-            "are the value; block_attention=triton wants rows of equal width with a rotary part behind the value"
+            f"queries have {queries.shape[-1]} values a row, latents {latents.shape[-1]}; wanted rows of equal width"
         )
     strides = (queries.stride(-1), latents.stride(-1), page_table.stride(-1))
     if any(stride != 1 for stride in strides):
-        raise ValueError(
-            f"queries, latents, page_table have values {strides} apart; block_attention=triton wants 1; make them contiguous"
-        )
+        raise ValueError(f"queries, latents, page_table have values {strides} apart; wanted 1; make them contiguous")
     if page_table.dtype is not torch.int32 or not context_lens.is_contiguous() or not seq_lens.is_contiguous():
         raise ValueError(
             f"page_table is {page_table.dtype}, wanted torch.int32; context_lens and seq_lens lie {context_lens.stride()} and "
             f"{seq_lens.stride()} apart, wanted contiguous"
+        )
+    if slots is not None and (slots.dtype is not torch.int64 or not slots.is_contiguous() or slots.shape != seq_lens.shape):
+        raise ValueError(
+            f"slots are {slots.dtype} {tuple(slots.shape)}, {slots.stride()} apart; wanted contiguous torch.int64 "
+            f"{tuple(seq_lens.shape)}"
         )

@@ -1,12 +1,16 @@
 """`block_attention` against a loop over requests, rows and heads in float64."""
 
 import dataclasses
+import re
+import sys
+import types
 
 import pytest
 import torch
 from kernel_kit import DEVICE, LAYOUTS, watched_memory
 
-from dspark_model.ops import block_attention
+from dspark_model.ops import attention_flashinfer, block_attention, block_attention_refusal
+from dspark_model.ops.attention_fixup import add_upper_triangle
 from dspark_model.testing import assert_bitwise_equal, poison_
 
 HEADS, RANK, WIDTH, SCALE = 3, 6, 9, 0.3
@@ -55,7 +59,7 @@ def exact(queries, latents, table, context, seq, *, causal: bool, window: int | 
     return out
 
 
-def attend(inputs, *, causal=False, slack=0, window=None, backend="torch") -> torch.Tensor:
+def attend(inputs, *, causal=False, slack=0, window=None, slots=None, backend="torch") -> torch.Tensor:
     longest = max(inputs[4].tolist(), default=0)
     return block_attention(
         *inputs,
@@ -64,19 +68,21 @@ def attend(inputs, *, causal=False, slack=0, window=None, backend="torch") -> to
         max_seq_len=longest + slack,
         causal=causal,
         window=window,
+        slots=slots,
         backend=backend,
     )
 
 
-def kernel(inputs, **options) -> torch.Tensor:
+def kernel(inputs, *, slots=None, backend="triton", **options) -> torch.Tensor:
     """The Triton backend's result, on the CPU.  It reads nothing but its arguments and writes nothing but what it allocates."""
     inputs = [value.to(DEVICE) for value in inputs]
-    with watched_memory(*inputs):
-        return attend(inputs, backend="triton", **options).cpu()
+    slots = None if slots is None else slots.to(DEVICE)
+    with watched_memory(*inputs, *([] if slots is None else [slots])):
+        return attend(inputs, backend=backend, slots=slots, **options).cpu()
 
 
-def kernel_like_float64(inputs, *, bound=3e-6, slack=0, **options) -> torch.Tensor:
-    ours = kernel(inputs, slack=slack, **options)
+def kernel_like_float64(inputs, *, bound=3e-6, slack=0, backend="triton", **options) -> torch.Tensor:
+    ours = kernel(inputs, slack=slack, backend=backend, **options)
     torch.testing.assert_close(ours.double(), exact(*inputs, **{"causal": False, **options}), rtol=bound, atol=bound)
     return ours
 
@@ -170,9 +176,30 @@ def test_bad_options_are_refused(options, what):
         attend(make([3], rows=2, page_size=4), **options)
 
 
-@pytest.mark.parametrize("change", ["dtype", "queries", "latents", "table", "table_dtype", "lens"])
+def test_table_of_all_slots():
+    """Rows of slots without a request, and entries behind a request's pages, name no page."""
+    inputs = make([9, 0, 30, 2], rows=3, page_size=4)
+    inputs[4][1] = 0
+    of_slots, slots = table_of_slots(inputs)
+    for window in (None, 5):
+        expected = exact(*inputs, causal=False, window=window)
+        ours = attend(of_slots, slots=slots, window=window)
+        torch.testing.assert_close(ours.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def table_of_slots(inputs):
+    """The same requests in a table of 7 slots, and their slots; -1 for requests without keys."""
+    queries, latents, table, context, seq = inputs
+    slots = torch.randperm(7)[: len(seq)]
+    wide = torch.full((7, table.shape[1]), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    live = seq > 0
+    wide[slots[live]] = torch.where(table[live] < 0, torch.iinfo(torch.int32).max, table[live])
+    return (queries, latents, wide, context, seq), torch.where(live, slots, -1)
+
+
+@pytest.mark.parametrize("change", ["dtype", "queries", "latents", "table", "table_dtype", "lens", "slots"])
 def test_kernel_refuses_what_it_does_not_know(change):
-    queries, latents, table, context, seq = make([3, 4], rows=2, page_size=16)
+    queries, latents, table, context, seq = (value.to(DEVICE) for value in make([3, 4], rows=2, page_size=16))
     if change == "dtype":
         queries = queries.bfloat16()
     elif change == "queries":
@@ -183,10 +210,55 @@ def test_kernel_refuses_what_it_does_not_know(change):
         table = table.T.contiguous().T
     elif change == "table_dtype":
         table = table.long()
-    else:
+    elif change == "lens":
         seq = seq.repeat_interleave(2)[::2]
-    with pytest.raises(ValueError, match="wants|wanted"):
-        attend((queries, latents, table, context, seq), backend="triton")
+    slots = torch.arange(2, dtype=torch.int32, device=DEVICE) if change == "slots" else None
+    with pytest.raises(ValueError, match="wanted"):
+        attend((queries, latents, table, context, seq), backend="triton", slots=slots)
+
+
+SERVED = {
+    "device": torch.device(DEVICE), "dtype": torch.bfloat16, "kv_lora_rank": 512, "width": 576, "page_size": 32, "heads": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "reason"),
+    [
+        ("torch", {}, None),
+        ("triton", {"causal": True, "window": 4, "captured": True}, None),
+        ("causal_fixup", {"window": 4, "captured": True}, None),
+        ("flashinfer", {}, None),
+        ("fast", {}, "no backend 'fast'"),
+        ("torch", {"width": 512}, "rows of 512 values with kv_lora_rank=512"),
+        ("torch", {"page_size": 0}, "page_size=0"),
+        ("triton", {"device": torch.device("meta")}, "CUDA devices, got meta"),
+        ("triton", {"dtype": torch.float8_e4m3fn}, "got torch.float8_e4m3fn"),
+        ("causal_fixup", {"causal": True}, "this block is causal"),
+        ("flashinfer", {"causal": True}, "this block is causal"),
+        ("flashinfer", {"captured": True}, "run the step eagerly"),
+        ("flashinfer", {"dtype": torch.float32}, "got torch.float32"),
+        ("flashinfer", {"width": 560}, r"got 512 \+ 48"),
+        ("flashinfer", {"window": 3}, "window=3"),
+        ("flashinfer", {"device": torch.device("cpu")}, "CUDA devices, got cpu"),
+    ],
+)
+def test_refusal_says_why(monkeypatch, backend, change, reason):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # all packages are installed
+    if reason is None and backend == "flashinfer":
+        change = {"device": torch.device("cuda")}
+    said = block_attention_refusal(backend, **{**SERVED, **change})
+    if reason is None:
+        assert said is None
+    else:
+        assert re.search(reason, said)
+
+
+@pytest.mark.parametrize("backend", ["triton", "causal_fixup", "flashinfer"])
+def test_a_missing_package_is_said(monkeypatch, backend):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=f"block_attention={backend}: {backend} needs the package.* installed"):
+        attend(make([3], rows=2, page_size=4), backend=backend)
 
 
 @pytest.mark.parametrize(("page_size", "causal"), [(16, True), (32, False), (48, True), (64, False), (128, False)])
@@ -212,7 +284,7 @@ def test_kernel_with_any_count_of_heads_and_rows(rows, heads):
     kernel_like_float64(make([18], rows=rows, page_size=16, heads=heads), causal=rows == 8)
 
 
-@pytest.mark.parametrize("window", [1, 16, 17, 1000])
+@pytest.mark.parametrize("window", [1, 16, 17])
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernel_window_never_reads_what_left_it(causal, window):
     inputs = outside_window_lost(make([0, 40, 55], rows=2, page_size=16), window)
@@ -249,12 +321,180 @@ def test_a_request_gives_the_same_bits_alone_and_among_dummies(order):
     assert_bitwise_equal(ours[rest], torch.zeros(3, *alone.shape[1:]))
 
 
+def test_kernel_takes_a_table_of_all_slots():
+    """The row of slot -1 lies outside the table: that it is not read is watched."""
+    inputs = make([70, 0, 20], rows=1, page_size=16)
+    inputs[4][1] = 0
+    of_slots, slots = table_of_slots(inputs)
+    of_slots[2][0].clamp_(min=0)
+    assert_bitwise_equal(kernel(of_slots, slots=slots), kernel(inputs))
+
+
+def test_no_launch_shape_follows_padding_or_a_bound(monkeypatch):
+    """More requests without keys and a looser bound change counts, the grid, and lanes of integers; no build that sums floats.
+
+    On processors enough for the shares to be cut to the tiles that there can be.
+    """
+    from dspark_kernels.triton import block_attention as module
+
+    launch, builds = module.block_attention, []
+
+    class Recorded:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **build: builds[-1].append((self.name, {**build, "BATCH_LANES": None}))
+
+    for name in ("block_attention_kernel", "block_attention_merge_kernel"):
+        monkeypatch.setattr(module, name, Recorded(name))
+    monkeypatch.setattr(module, "block_attention", lambda *inputs, **rest: launch(*inputs, **{**rest, "processors": 600}))
+    monkeypatch.setattr("dspark_kernels.triton.block_attention.hopper_kernel_takes", lambda *latents: False)
+    for rows, dtype in ((1, torch.float32), (4, torch.bfloat16), (16, torch.bfloat16)):
+        builds.clear()
+        for batch, slack in ((1, 0), (1, 5000), (9, 0), (70, 1 << 18)):
+            inputs = [value.to(DEVICE) for value in make([40] + [0] * (batch - 1), rows=rows, page_size=16, dtype=dtype)]
+            inputs[4][1:] = 0
+            builds.append([])
+            attend(inputs, slack=slack, backend="triton")
+        assert len(builds[0]) == 2
+        assert all(build == builds[0] for build in builds)
+
+
+def test_tiles_follow_static_facts_only():
+    from dspark_kernels.triton.block_attention import choose_tuning, hopper_kernel_takes
+
+    def tile(rows, dtype=torch.bfloat16, shared_bytes=227 << 10):
+        return choose_tuning(rows, dtype, by_hand=False, shared_bytes=shared_bytes).row_tile
+
+    assert (tile(16), tile(17), tile(448), tile(448, torch.float32)) == (16, 64, 64, 16)
+    assert (tile(56, shared_bytes=163 << 10), tile(56, shared_bytes=99 << 10)) == (16, 16)
+    assert choose_tuning(1, torch.float16, by_hand=True, shared_bytes=227 << 10).by_hand
+    assert hopper_kernel_takes((9, 0), 512, 576, torch.float16)
+    for other in (((8, 0), 512, 576, torch.float16), ((9, 0), 512, 560, torch.float16), ((9, 0), 512, 576, torch.float32)):
+        assert not hopper_kernel_takes(*other)
+
+
+def lse_in_float64(inputs, *, causal: bool = False) -> torch.Tensor:
+    queries, latents, table, context, seq = inputs
+    out = torch.full(queries.shape[:3], float("-inf"), dtype=torch.float64)
+    for b, length in enumerate(seq.tolist()):
+        if length:
+            keys = torch.stack([latents[int(table[b, i // latents.shape[1]]), i % latents.shape[1]] for i in range(length)])
+            scores = SCALE * queries[b].double() @ keys.double().T
+            if causal:
+                last = int(context[b]) + torch.arange(queries.shape[1])
+                scores.masked_fill_((torch.arange(length) > last[:, None])[:, None, :], float("-inf"))
+            out[b] = scores.logsumexp(-1)
+    return out
+
+
+@pytest.mark.parametrize(("shares", "causal"), [(1, False), (3, False), (3, True)])
+def test_kernel_gives_the_logarithm_of_the_sum_of_weights(shares, causal):
+    """Of requests that lie in one share, that several shares hold, and without keys."""
+    from dspark_kernels.triton.block_attention import block_attention as launch
+    from dspark_kernels.triton.block_attention import choose_tuning
+
+    inputs = make([45, 0, 3, 13], rows=3, page_size=16)
+    inputs[4][1] = 0
+    on_device = [value.to(DEVICE) for value in inputs]
+    lse = poison_(torch.empty(4, 3, HEADS, device=DEVICE))
+    with watched_memory(*on_device, writes=[lse]):
+        out = launch(
+            *on_device, kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=64, causal=causal, window=None, processors=shares,
+            tuning=choose_tuning(9, torch.float32, by_hand=False, shared_bytes=1 << 30), lse=lse,
+        )  # fmt: skip
+    torch.testing.assert_close(lse.cpu().double(), lse_in_float64(inputs, causal=causal), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(out.cpu().double(), exact(*inputs, causal=causal), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("block_rows", [0, 1, 4])
+@pytest.mark.parametrize("page_size", [2, 16])
+def test_upper_triangle_completes_a_causal_result(block_rows, page_size):
+    """A causal result in float64; also of blocks that were cut at their pages, and without keys."""
+    inputs = make([6, 0, 1, 17], rows=4, page_size=page_size, block_rows=block_rows)
+    inputs[4][2] = 0
+    seen, lse = exact(*inputs, causal=True).float(), lse_in_float64(inputs, causal=True).float()
+    of_slots, slots = table_of_slots(inputs)
+    for (queries, *pool), where in ((inputs, None), (of_slots, slots)):
+        ours = add_upper_triangle(seen, lse, queries, *pool, softmax_scale=SCALE, slots=where)
+        torch.testing.assert_close(ours.double(), exact(*inputs, causal=False), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_causal_fixup_is_the_whole_block(window):
+    inputs = make([20, 0, 6], rows=2, page_size=16)
+    inputs[4][1] = 0
+    ours = kernel_like_float64(inputs, window=window, backend="causal_fixup", bound=5e-6)
+    torch.testing.assert_close(ours, attend(inputs, window=window), rtol=5e-6, atol=5e-6)
+    of_slots, slots = table_of_slots(inputs)
+    assert_bitwise_equal(kernel(of_slots, slots=slots, window=window, backend="causal_fixup"), ours)
+
+
+class PlannedLikeFlashInfer:
+    """What FlashInfer's documentation says of `plan` and `run`, in float64, one request and row at a time."""
+
+    def __init__(self, workspace, backend):
+        assert backend == "auto"
+
+    def plan(self, rows_end, pages_end, pages, lens, heads, rank, rope, page_size, causal, scale, q_dtype, kv_dtype):
+        assert all(value.dtype is torch.int32 for value in (rows_end, pages_end, pages, lens))
+        assert (rank, rope, causal, len(pages)) == (RANK, WIDTH - RANK, False, int(pages_end[-1]))
+        self.rows_end, self.pages_end, self.pages, self.lens = rows_end, pages_end, pages, lens
+        self.scale = scale
+
+    def run(self, absorbed, rotary, values, turned):
+        assert absorbed.is_contiguous() and rotary.is_contiguous()
+        queries, keys = torch.cat((absorbed, rotary), -1).double(), torch.cat((values, turned), -1).double()
+        out = torch.empty_like(absorbed)
+        for b, length in enumerate(self.lens.tolist()):
+            assert length > 0
+            held = keys[self.pages[self.pages_end[b] : self.pages_end[b + 1]].long()].flatten(0, 1)[:length]
+            for row in range(self.rows_end[b], self.rows_end[b + 1]):
+                out[row] = torch.softmax(self.scale * queries[row] @ held.T, -1) @ held[:, :RANK]
+        return out
+
+
+@pytest.mark.parametrize("slotted", [False, True])
+def test_flashinfer_gets_the_pages_of_requests_with_keys(monkeypatch, slotted):
+    package = types.ModuleType("flashinfer.mla")
+    package.BatchMLAPagedAttentionWrapper = PlannedLikeFlashInfer
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.mla", package)
+    monkeypatch.setattr(attention_flashinfer, "_wrapper", attention_flashinfer._wrapper.__wrapped__)
+    inputs = make([9, 0, 30, 1], rows=3, page_size=4)
+    inputs[4][1] = 0
+    (queries, latents, table, _, seq), slots = table_of_slots(inputs) if slotted else (inputs, None)
+    ours = attention_flashinfer.planned_attention(
+        queries, latents, table, seq, kv_lora_rank=RANK, softmax_scale=SCALE, slots=slots
+    )
+    torch.testing.assert_close(ours.double(), exact(*inputs, causal=False), rtol=2e-6, atol=2e-6)
+    nobody = attention_flashinfer.planned_attention(
+        queries, latents, table, seq * 0, kv_lora_rank=RANK, softmax_scale=SCALE, slots=slots
+    )
+    assert_bitwise_equal(nobody, torch.zeros_like(ours))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "bound"), [("causal_fixup", 1.6), ("flashinfer", 2)])
+def test_other_backends_on_the_device(backend, bound):
+    """Error against float64 over that of float64 attention whose weights and result are rounded: two roundings of the result,
+    of which the first is of a part of it, are less than 1.5 times one; FlashInfer's was at most 1.05 times on an H200."""
+    if backend == "flashinfer":
+        pytest.importorskip("flashinfer")
+    from dspark_model.bench.attention_cases import error_against_float64, make_case
+
+    case = make_case(2, 3000, 8)
+    rounded = error_against_float64(case, case.rounded_reference())
+    assert error_against_float64(case, case.run(backend=backend)) <= bound * rounded
+
+
 def test_kernel_repeats_its_bits():
     inputs = make([70, 20, 7], rows=1, page_size=16)
     assert_bitwise_equal(kernel(inputs), kernel(inputs))
 
 
-@pytest.mark.parametrize(("shares", "min_tiles"), [(1, 1), (2, 1), (7, 1), (40, 1), (7, 3)])
+@pytest.mark.parametrize(("shares", "min_tiles"), [(1, 1), (7, 1), (40, 1), (7, 3)])
 def test_kernel_merges_any_split(min_tiles, shares):
     """Requests that lie within one share, end with one, and go through several."""
     from dspark_kernels.triton.block_attention import block_attention as launch
@@ -262,7 +502,7 @@ def test_kernel_merges_any_split(min_tiles, shares):
 
     inputs = make([45, 0, 100, 13, 0, 15], rows=1, page_size=16, block_rows=1)
     inputs[4][1] = 0
-    tuning = dataclasses.replace(choose_tuning(3, 128, torch.float32, overlap=DEVICE == "cuda"), min_tiles=min_tiles)
+    tuning = dataclasses.replace(choose_tuning(3, torch.float32, by_hand=False, shared_bytes=1 << 30), min_tiles=min_tiles)
     ours = launch(
         *[value.to(DEVICE) for value in inputs], kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=128, causal=False,
         window=None, processors=shares, tuning=tuning,
@@ -337,6 +577,21 @@ def test_kernels_of_64_rows_on_the_device(page_size, heads, layout, causal, wind
     torch.testing.assert_close(ours.float(), expected.float(), rtol=2e-2, atol=1e-2)
     assert_bitwise_equal(ours[1], torch.zeros_like(ours[1]))
     assert_bitwise_equal(launch(*arguments, processors=132, tuning=tuning, **options), ours)
+    slots = torch.randperm(9, device="cuda")[: len(context)]
+    wide = torch.full((9, table.shape[1]), torch.iinfo(torch.int32).max, dtype=torch.int32, device="cuda")
+    wide[slots] = table
+    lse = torch.full((len(context), block, heads), float("nan"), device="cuda")
+    slotted = (queries, latents, wide, lens, seq)
+    slots[1] = -1
+    assert_bitwise_equal(launch(*slotted, processors=132, tuning=tuning, slots=slots, lse=lse, **options), ours)
+    assert (lse[1] == float("-inf")).all()
+    for b in (0, 2, 5, 6):
+        keys = latents[table[b, : counts[b]].long()].flatten(0, 1)[: seq[b]].double()
+        index, last = torch.arange(len(keys), device="cuda"), context[b] + torch.arange(block, device="cuda")
+        hidden = (index > last[:, None]) if causal else (index < 0).expand(block, -1)
+        hidden = hidden | (index < context[b] - (window or context[b]))
+        scores = (0.07 * queries[b].double() @ keys.T).masked_fill(hidden[:, None, :], float("-inf"))
+        torch.testing.assert_close(lse[b].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-4)
     alone = [value[6:] if value is not latents else value for value in arguments]
     several = [torch.cat((torch.zeros_like(value), value)) if value is not latents else value for value in alone]
     one, two = (launch(*some, processors=132, tuning=tuning, **options) for some in (alone, several))

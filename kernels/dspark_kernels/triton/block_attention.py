@@ -13,9 +13,8 @@ class Tuning:
     """Launch shape.
 
     row_tile, key_tile: query rows and keys of one product, powers of two of at least 16; min_tiles: how few key tiles are worth
-    a share of their own; merge_columns, merge_pieces: what a merging program reads at once; overlap: the merge is launched
-    while the shares end (programmatic dependent launch), CUDA only; by_hand: the kernel of `block_attention_hopper`, for tiles
-    of 64 x 64, 8 warps and latents of 512 + 64 in 16 bits.
+    a share of their own; merge_columns, merge_pieces: what a merging program reads at once; by_hand: the kernel of
+    `block_attention_hopper`, for tiles of 64 x 64, 8 warps and latents of 512 + 64 in 16 bits.
     """
 
     row_tile: int
@@ -27,7 +26,6 @@ class Tuning:
     merge_columns: int = 128
     merge_pieces: int = 32
     by_hand: bool = False
-    overlap: bool = False
 
 
 @triton.jit
@@ -77,13 +75,15 @@ def block_attention_kernel(
     latents_ptr,  # [pages, PAGE_SIZE, LATENT + ROPE], any strides but 1 between values
     page_stride,
     latent_stride,
-    page_table_ptr,  # [B, P] int32
+    page_table_ptr,  # [slots, P] int32
     page_table_stride,
+    slots_ptr,  # [B]; read if SLOTTED, else request b has row b of the table
     context_lens_ptr,  # [B]
     seq_lens_ptr,  # [B]
     out_ptr,  # [B, N x heads, LATENT] contiguous
     partial_ptr,  # float32 [shares, 2, row tiles, ROW_TILE, LATENT]
     stats_ptr,  # float32 [shares, 2, row tiles, 2, ROW_TILE]: largest score in bits, sum of the weights
+    lse_ptr,  # float32 [B, N x heads], written if WITH_LSE
     batch,
     window,
     scale_bits,  # softmax scale x log2(e)
@@ -100,13 +100,12 @@ def block_attention_kernel(
     KEY_TILE: tl.constexpr,
     BATCH_LANES: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SLOTTED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
 ):
     # The row tiles of one share run side by side and meet the same keys in L2.
     row_tile, share = tl.program_id(0), tl.program_id(1)
     row_tiles, shares = tl.num_programs(0), tl.num_programs(1)
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     counts, ends = _tile_list(seq_lens_ptr, context_lens_ptr, batch, window, WINDOWED, KEY_TILE, BATCH_LANES)
     total = tl.sum(counts, 0)
     short, longer = _shares(total, shares, MIN_TILES)
@@ -138,7 +137,10 @@ def block_attention_kernel(
                 first_key = tl.maximum(context_len - window, 0)
             start = (piece_start - list_start + first_key // KEY_TILE) * KEY_TILE
             end = start + (piece_end - piece_start) * KEY_TILE
-            table = page_table_ptr + request.to(tl.int64) * page_table_stride
+            slot = request.to(tl.int64)
+            if SLOTTED:
+                slot = tl.load(slots_ptr + request).to(tl.int64)
+            table = page_table_ptr + slot * page_table_stride
             query = queries_ptr + request.to(tl.int64) * queries_request_stride
             # Lanes without a row repeat the last row.
             row = tl.minimum(rows, rows_used - 1)
@@ -190,12 +192,15 @@ def block_attention_kernel(
                 out = acc / tl.where(weight_sum > 0.0, weight_sum, 1.0)[:, None]
                 place = out_ptr + (request.to(tl.int64) * rows_used + rows)[:, None] * LATENT + columns[None, :]
                 tl.store(place, out.to(out_ptr.dtype.element_ty), mask=out_mask)
+                if WITH_LSE:
+                    lse = (top + tl.log2(weight_sum)) * 0.6931471805599453
+                    tl.store(lse_ptr + request.to(tl.int64) * rows_used + rows, lse, mask=real)
             else:
                 # A share leaves at most two pieces: one whose request began before it, one whose request goes on behind it.
-                slot = (share * 2 + begins.to(tl.int32)) * row_tiles + row_tile
-                lines = slot.to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
+                piece = (share * 2 + begins.to(tl.int32)) * row_tiles + row_tile
+                lines = piece.to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
                 tl.store(partial_ptr + lines[:, None] * LATENT + columns[None, :], acc, mask=out_mask)
-                stats = stats_ptr + slot * (2 * ROW_TILE) + tl.arange(0, ROW_TILE)
+                stats = stats_ptr + piece * (2 * ROW_TILE) + tl.arange(0, ROW_TILE)
                 tl.store(stats, top, mask=real)
                 tl.store(stats + ROW_TILE, weight_sum, mask=real)
 
@@ -207,6 +212,7 @@ def block_attention_merge_kernel(
     out_ptr,  # [B, N x heads, LATENT]
     partial_ptr,  # as above
     stats_ptr,
+    lse_ptr,
     batch,
     window,
     shares,
@@ -218,10 +224,10 @@ def block_attention_merge_kernel(
     KEY_TILE: tl.constexpr,
     BATCH_LANES: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    SHARE_LANES: tl.constexpr,  # at least `shares`
+    WITH_LSE: tl.constexpr,
+    SHARE_LANES: tl.constexpr,  # at least `shares`; sets the order in which the pieces' weights are summed
     PIECES: tl.constexpr,  # read at once
     COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     row, request = tl.program_id(0), tl.program_id(2)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -235,11 +241,11 @@ def block_attention_merge_kernel(
     inside = columns < LATENT
     out = out_ptr + (request.to(tl.int64) * rows_used + row) * LATENT + columns
     kind = out_ptr.dtype.element_ty
-    if OVERLAP:
-        # The shares' stores can be read behind this line, not before.
-        tl.extra.cuda.gdc_wait()
+    lse = lse_ptr + request.to(tl.int64) * rows_used + row
     if count == 0:
         tl.store(out, tl.zeros((COLUMNS,), tl.float32).to(kind), mask=inside)
+        if WITH_LSE:
+            tl.store(lse, float("-inf"), mask=tl.program_id(1) == 0)
     elif pieces > 1:
         row_tile, line = row // ROW_TILE, row % ROW_TILE
         piece = tl.arange(0, SHARE_LANES)
@@ -260,16 +266,39 @@ def block_attention_merge_kernel(
             values = tl.load(place, mask=used[:, None] & inside[None, :], other=0.0)
             acc += tl.sum(values * factors[:, None], 0)
         tl.store(out, (acc / tl.where(total > 0.0, total, 1.0)).to(kind), mask=inside)
+        if WITH_LSE:
+            tl.store(lse, (top + tl.log2(total)) * 0.6931471805599453, mask=tl.program_id(1) == 0)
 
 
-def choose_tuning(rows: int, max_seq_len: int, dtype: torch.dtype, *, overlap: bool) -> Tuning:
-    """Tiles for `rows` query rows a request; the batch has no part in it, so that padding the batch changes no bit."""
+def hopper_kernel_takes(capability: tuple[int, int], kv_lora_rank: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether `block_attention_hopper_kernel` was written for such a device and such latents."""
+    return capability == (9, 0) and (kv_lora_rank, width) == (512, 576) and dtype in (torch.bfloat16, torch.float16)
+
+
+SHARED_BYTES_64_ROWS = 221184  # of the plain kernel with tiles of 64 x 64 and latents of 512 + 64 in 16 bits, built for sm_90
+
+
+def choose_tuning(rows: int, dtype: torch.dtype, *, by_hand: bool, shared_bytes: int) -> Tuning:
+    """The launch shape for `rows` query rows a request.  shared_bytes: shared memory that the device has for one program.
+
+    Neither the batch nor a bound on the lengths has a part in it, so that no padding and no looser bound changes a bit.  One
+    layer of Kimi K3 in us on an H200 (rows; context), the best of the shapes tried at each size first:
+
+        shape        56; 2048  56; 32768  56; 131072  56; 393216  448; 2048  448; 32768  4 requests of 56; 2048
+        by hand          13.5       34.1        67.4       156.7       25.0        96.4                    22.8
+        64 x 64          21.8       73.4       154.9       366.0       37.4       212.3                    33.9
+        16 x 64          19.2       71.5       229.4       649.2       42.1       428.9                    28.8
+
+    Where the kernel by hand cannot run it is 64 x 64, which gains 75 us at 131072 keys and loses 3 to 5 at 2048; 16 x 64
+    (94208 bytes) where those tiles do not fit, or at most 16 rows would leave them three quarters empty.  Tiles for float32,
+    which these products do without tensor cores, are small to fit.
+    """
+    if by_hand:
+        return Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, by_hand=True)
     if dtype.itemsize > 2:
-        return Tuning(row_tile=16, key_tile=16, num_warps=4, num_stages=2, overlap=overlap)
-    if rows <= 16 or (rows <= 64 and max_seq_len <= 4096):
-        # Row tiles of 16 spread a short context over four times as many processors.
-        return Tuning(row_tile=16, key_tile=64, num_warps=8, num_stages=2, overlap=overlap)
-    return Tuning(row_tile=64, key_tile=64, num_warps=8, num_stages=2, overlap=overlap)
+        return Tuning(row_tile=16, key_tile=16, num_warps=4, num_stages=2)
+    narrow = rows <= 16 or shared_bytes < SHARED_BYTES_64_ROWS
+    return Tuning(row_tile=16 if narrow else 64, key_tile=64, num_warps=8, num_stages=2)
 
 
 def block_attention(
@@ -286,14 +315,20 @@ def block_attention(
     window: int | None,
     processors: int,
     tuning: Tuning,
+    slots: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `dspark_model.ops.block_attention`, arguments checked.  processors: streaming multiprocessors to fill."""
+    """As `dspark_model.ops.block_attention`, arguments checked.
+
+    processors: streaming multiprocessors to fill.  lse: float32 [B, N, heads] contiguous, gets the logarithm of the sum of
+    exp(scale * q . k) over the keys that a row sees, -inf without one.
+    """
     batch, block, heads, width = queries.shape
     rows, page_size = block * heads, latents.shape[1]
     row_tiles = triton.cdiv(rows, tuning.row_tile)
     shares = max(1, processors * tuning.programs_per_sm // row_tiles)
     tiles = max(1, batch * triton.cdiv(max_seq_len, tuning.key_tile))
-    # A share more than there are tiles is empty: leaving such shares out changes no bit.
+    # A share more than there are tiles is empty.  Leaving such shares out may change the grid and the memory, and nothing else.
     launched = min(shares, tiles)
     out = torch.empty((batch, block, heads, kv_lora_rank), dtype=queries.dtype, device=queries.device)
     partial = torch.empty((launched, 2, row_tiles, tuning.row_tile, kv_lora_rank), dtype=torch.float32, device=queries.device)
@@ -305,8 +340,10 @@ def block_attention(
         "KEY_TILE": tuning.key_tile,
         "BATCH_LANES": max(8, triton.next_power_of_2(batch)),
         "MIN_TILES": tuning.min_tiles,
-        "OVERLAP": tuning.overlap,
+        "WITH_LSE": lse is not None,
     }
+    # A pointer that a kernel does not follow is another tensor's.
+    lse = stats if lse is None else lse
     window = 0 if window is None else window
     arguments = (
         queries,
@@ -315,11 +352,13 @@ def block_attention(
         *latents.stride()[:2],
         page_table,
         page_table.stride(0),
+        seq_lens if slots is None else slots,
         context_lens,
         seq_lens,
         out,
         partial,
         stats,
+        lse,
         batch,
         window,
         softmax_scale * 1.4426950408889634,
@@ -335,6 +374,8 @@ def block_attention(
             CAUSAL=causal,
             WINDOWED=shared["WINDOWED"],
             MIN_TILES=tuning.min_tiles,
+            SLOTTED=slots is not None,
+            WITH_LSE=shared["WITH_LSE"],
             num_warps=8,
         )
     else:
@@ -345,11 +386,11 @@ def block_attention(
             ROPE_LANES=max(16, triton.next_power_of_2(width - kv_lora_rank)),
             PAGE_SIZE=page_size,
             CAUSAL=causal,
+            SLOTTED=slots is not None,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
             **shared,
         )
-    launch = {"launch_pdl": True} if tuning.overlap else {}
     columns = min(tuning.merge_columns, triton.next_power_of_2(kv_lora_rank))
     block_attention_merge_kernel[(rows, triton.cdiv(kv_lora_rank, columns), batch)](
         context_lens,
@@ -357,16 +398,17 @@ def block_attention(
         out,
         partial,
         stats,
+        lse,
         batch,
         window,
         launched,
         row_tiles,
         rows,
-        SHARE_LANES=max(256, triton.next_power_of_2(launched)),  # few builds
+        # Of all shares, not of those launched: a sum over more lanes has another order.  256 serves most, for few builds.
+        SHARE_LANES=max(256, triton.next_power_of_2(shares)),
         PIECES=tuning.merge_pieces,
         COLUMNS=columns,
         num_warps=4,
         **shared,
-        **launch,
     )
     return out

@@ -48,11 +48,13 @@ def block_attention_hopper_kernel(
     latent_stride,
     page_table_ptr,
     page_table_stride,
+    slots_ptr,
     context_lens_ptr,
     seq_lens_ptr,
     out_ptr,
     partial_ptr,
     stats_ptr,
+    lse_ptr,
     batch,
     window,
     scale_bits,
@@ -62,6 +64,8 @@ def block_attention_hopper_kernel(
     CAUSAL: gl.constexpr,
     WINDOWED: gl.constexpr,
     MIN_TILES: gl.constexpr,
+    SLOTTED: gl.constexpr,
+    WITH_LSE: gl.constexpr,
 ):
     # A warp copies 4 rows of 128 bytes at a time: a thread keeps the addresses of 2 rows.
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
@@ -109,7 +113,10 @@ def block_attention_hopper_kernel(
             end = start + (piece_end - piece_start) * 64
             last_key = seq_len - 1
             long_request = gl.to_tensor(request).to(gl.int64)
-            table = page_table_ptr + long_request * page_table_stride
+            slot = long_request
+            if SLOTTED:
+                slot = gl.load(slots_ptr + request).to(gl.int64)
+            table = page_table_ptr + slot * page_table_stride
             _copy_tile(latents.index(0), ropes.index(0), latents_ptr, table, start, first_key, last_key, page_stride,
                        latent_stride, PAGE_SIZE, copied)  # fmt: skip
             row = gl.minimum(row_tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, copied)), rows_used - 1)
@@ -161,12 +168,16 @@ def block_attention_hopper_kernel(
                 divisor = gl.convert_layout(gl.where(weight_sum > 0.0, weight_sum, 1.0), gl.SliceLayout(1, result_layout))
                 place = out_ptr + gl.expand_dims((long_request * rows_used + rows) * 512, 1) + values
                 gl.store(place, (acc / gl.expand_dims(divisor, 1)).to(out_ptr.dtype.element_ty), mask=mask)
+                if WITH_LSE:
+                    line = row_tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, score_layout))
+                    lse = (top + gl.log2(weight_sum)) * 0.6931471805599453
+                    gl.store(lse_ptr + long_request * rows_used + line, lse, mask=line < rows_used)
             else:
-                slot = (share * 2 + (piece_start == list_start).to(gl.int32)) * row_tiles + row_tile
-                lines = slot.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, result_layout))
+                piece = (share * 2 + (piece_start == list_start).to(gl.int32)) * row_tiles + row_tile
+                lines = piece.to(gl.int64) * 64 + gl.arange(0, 64, gl.SliceLayout(1, result_layout))
                 gl.store(partial_ptr + gl.expand_dims(lines * 512, 1) + values, acc, mask=mask)
                 line = gl.arange(0, 64, gl.SliceLayout(1, score_layout))
                 real = row_tile * 64 + line < rows_used
-                gl.store(stats_ptr + slot * 128 + line, top, mask=real)
-                gl.store(stats_ptr + slot * 128 + 64 + line, weight_sum, mask=real)
+                gl.store(stats_ptr + piece * 128 + line, top, mask=real)
+                gl.store(stats_ptr + piece * 128 + 64 + line, weight_sum, mask=real)
         list_start = list_end
