@@ -281,9 +281,9 @@ MUTANTS = (
         "ops/test_low_m_linear.py::test_row_counts[torch.float32-2]",
     ),
     Mutant(
-        "low_m_up_is_not_normed", "kernels/dspark_kernels/triton/low_m_linear.py",
-        "up_product *= inverse",
-        "pass",
+        "low_m_up_is_a_little_more", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "value = gate / (1.0 + tl.exp(-gate)) * up",
+        "value = gate / (1.0 + tl.exp(-gate)) * up * 1.001",
         "ops/test_low_m_linear.py::test_every_form_keeps_the_bound[torch.float32-gate_up+norm-whole]",
     ),
     Mutant(
@@ -291,5 +291,65 @@ MUTANTS = (
         "for tile_m in (16, 32, 64, 128):",
         "for tile_m in (16,):",
         "ops/test_low_m_linear.py::test_a_workspace_for_products_serves_them_and_fewer_rows",
+    ),
+    Mutant(
+        "low_m_gate_and_up_are_exchanged", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "gate, up = _halves(product, TILE_M, TILE_N)",
+        "up, gate = _halves(product, TILE_M, TILE_N)",
+        "ops/test_low_m_linear.py::test_every_form_keeps_the_bound[torch.float32-gate_up-whole]",
+    ),
+    Mutant(
+        "low_m_up_rows_have_the_gates_stride", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "weight_rows * (up_row_stride - weight_row_stride)",
+        "weight_rows * 0",
+        "ops/test_low_m_linear.py::test_rows_of_gate_and_up_lie_apart_differently",
+    ),
+    Mutant(
+        "low_m_squares_of_some_neighbours_are_left_out", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "squares += tl.sum(",
+        "squares = tl.sum(",
+        "ops/test_low_m_linear.py::test_every_form_keeps_the_bound[torch.float32-norm-whole-weight_first]",
+    ),
+    Mutant(
+        "low_m_asks_ahead_at_every_block", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "tl.where(k == ask_at, sizes, 0)",
+        "sizes",
+        "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-1]",
+    ),
+    Mutant(
+        "low_m_asks_ahead_past_its_last_block", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "tl.minimum(first + pieces_at * TILE_K, last - TILE_K)",
+        "first + pieces_at * TILE_K",
+        "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-2]",
+    ),
+    Mutant(
+        "low_m_programs_of_a_split_ask_for_the_same", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "split * tl.num_programs(0) + tile, tl",
+        "split + tile, tl",
+        "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-0]",
+    ),
+    Mutant(
+        "l2_shares_are_rounded_down", "kernels/dspark_kernels/triton/l2_prefetch.py",
+        "tl.cdiv(num_pieces, programs)",
+        "num_pieces // programs",
+        "ops/test_l2_prefetch.py::test_the_op_asks_for_every_piece_once[129]",
+    ),
+    Mutant(
+        "l2_pieces_of_the_next_share_too", "kernels/dspark_kernels/triton/l2_prefetch.py",
+        "(lane < share) & ",
+        "",
+        "ops/test_l2_prefetch.py::test_the_op_asks_for_every_piece_once[129]",
+    ),
+    Mutant(
+        "l2_own_bytes_are_asked_for_ahead", "dspark_model/ops/l2_prefetch.py",
+        "first, last = max(end, asked), end + distance",
+        "first, last = asked, end + distance",
+        "ops/test_l2_prefetch.py::test_launches_ask_for_each_byte_once_and_far_enough_ahead[4096-False]",
+    ),
+    Mutant(
+        "l2_the_first_launch_asks_for_less", "dspark_model/ops/l2_prefetch.py",
+        "        if index == 0 and not cyclic:\n            asked = end\n",
+        "",
+        "ops/test_l2_prefetch.py::test_launches_ask_for_each_byte_once_and_far_enough_ahead[60000-False]",
     ),
 )  # fmt: skip

@@ -11,10 +11,11 @@ from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table
 from dspark_model.ops.fp32_linear import fp32_linear
+from dspark_model.ops.l2_prefetch import L2Pieces, l2_pieces_ahead, l2_prefetch
 from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
-from dspark_model.ops.low_m_linear import LowMProduct, LowMTile, LowMWorkspace, low_m_linear, low_m_tile
+from dspark_model.ops.low_m_linear import LowMProduct, LowMTile, LowMWorkspace, low_m_is_faster, low_m_linear, low_m_tile
 from dspark_model.ops.markov_chain import MarkovChainOutput, markov_chain, tempered_softmax
 from dspark_model.ops.noise_block import noise_block
 from dspark_model.ops.packed_linear import can_pack, pack_weight, packed_linear
@@ -31,6 +32,7 @@ __all__ = [
     "BlockRows",
     "BlockShape",
     "GivenRows",
+    "L2Pieces",
     "LengthAdvance",
     "LowMProduct",
     "LowMTile",
@@ -48,10 +50,13 @@ __all__ = [
     "context_store",
     "decode_block_table",
     "fp32_linear",
+    "l2_pieces_ahead",
+    "l2_prefetch",
     "latent_norm_rope",
     "latent_norm_rope_store",
     "latent_store",
     "length_advance",
+    "low_m_is_faster",
     "low_m_linear",
     "low_m_tile",
     "markov_chain",
