@@ -317,16 +317,16 @@ MUTANTS = (
         "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-1]",
     ),
     Mutant(
-        "low_m_asks_ahead_past_its_last_block", "kernels/dspark_kernels/triton/low_m_linear.py",
-        "tl.minimum(first + pieces_at * TILE_K, last - TILE_K)",
-        "first + pieces_at * TILE_K",
-        "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-2]",
+        "low_m_asks_ahead_in_front_of_its_first_block", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "tl.maximum(last - pieces_left * TILE_K, first)",
+        "last - pieces_left * TILE_K",
+        "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-1048576]",
     ),
     Mutant(
         "low_m_programs_of_a_split_ask_for_the_same", "kernels/dspark_kernels/triton/low_m_linear.py",
         "split * tl.num_programs(0) + tile, tl",
         "split + tile, tl",
-        "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-0]",
+        "ops/test_l2_prefetch.py::test_a_product_asks_for_every_piece_once[False-7-2]",
     ),
     Mutant(
         "l2_shares_are_rounded_down", "kernels/dspark_kernels/triton/l2_prefetch.py",

@@ -77,7 +77,7 @@ class Result:
         return dataclasses.asdict(self)
 
     def line(self) -> str:
-        head = f"{self.case:17} M={self.rows:<4} {self.variant:34}"
+        head = f"{self.case:17} M={self.rows:<4} {self.variant:46}"
         if self.timing is None:
             return f"{head} FAILED: {self.failure}"
         us = self.timing.median_us
@@ -265,8 +265,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class ChainVariant:
-    """How the chain is launched.  distance: MB that are asked for ahead of use, at a product's block `pieces_at` or, with
-    `side_stream`, by `l2_prefetch` beside it; own: MB of its own weights that a `pdl` launch asks for before its wait."""
+    """How the chain is launched.  distance: MB that are asked for ahead of use, when a product has `pieces_left` blocks left
+    or, with `side_stream`, by `l2_prefetch` beside it; own: MB of its weights that a `pdl` launch asks for before its wait."""
 
     name: str
     base: str  # the variant whose bits it has to have
@@ -274,15 +274,18 @@ class ChainVariant:
     programs: int = 2
     pdl: bool = False
     distance: int = 0
-    pieces_at: int = 1 << 20
+    pieces_left: int | None = None
     own: int = 12
     side_stream: bool = False
 
     def tile(self, case: GemmCase, rows: int, processors: int) -> LowMTile:
-        """`low_m_tile` counts on 2 programs a processor."""
-        tile = low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors * self.programs // 2)
+        """`low_m_tile`'s cut, with more and shallower programs where it counts on 2 a processor and 3 are asked for."""
+        tile = low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors)
+        if self.programs == 3 and tile.stages == 4:
+            splits = low_m_splits(case.n, case.k, tile.n, tile.k, 3 * processors)
+            tile = dataclasses.replace(tile, stages=3, splits=splits)
         return dataclasses.replace(
-            tile, weight_first=self.weight_first, pieces_at=self.pieces_at, prefetch_bytes=self.own << 20
+            tile, weight_first=self.weight_first, pieces_left=self.pieces_left, prefetch_bytes=self.own << 20
         )
 
     @property
@@ -305,7 +308,8 @@ def chain_variants(rows: int) -> list[ChainVariant]:
         ]
         if rows <= 16 and turn:
             variants += [make(f"{name}, ahead {distance} MB", distance=distance) for distance in (4, 8, 24, 32)]
-            variants.append(make(f"{name}, ahead 16 MB at block 0", distance=16, pieces_at=0))
+            variants.append(make(f"{name}, ahead 16 MB at the first block", distance=16, pieces_left=1 << 20))
+            variants.append(make(f"{name}, ahead 16 MB at the last block", distance=16, pieces_left=1))
             variants.append(make(f"{name}, pdl, own 12, ahead 16 MB", pdl=True, distance=16))
             variants.append(make(f"{name}, side stream 16 MB", distance=16, side_stream=True))
     if rows <= 16:
@@ -396,7 +400,7 @@ def kernels_of(case: GemmCase, rows: int, processors: int, *, alone: bool) -> li
     """What the measurements launch for a case, each once: cut, pdl, pieces."""
     kernels = [
         (
-            dataclasses.replace(variant.tile(case, rows, processors), pieces_at=0, prefetch_bytes=0),
+            dataclasses.replace(variant.tile(case, rows, processors), pieces_left=None, prefetch_bytes=0),
             variant.pdl,
             variant.with_pieces,
         )
@@ -404,7 +408,7 @@ def kernels_of(case: GemmCase, rows: int, processors: int, *, alone: bool) -> li
     ]
     if alone:
         for tile in low_m_tiles(case, rows, processors).values():
-            kernels.append((dataclasses.replace(tile, pieces_at=0, prefetch_bytes=0), False, False))
+            kernels.append((dataclasses.replace(tile, pieces_left=None, prefetch_bytes=0), False, False))
     return list(dict.fromkeys(kernels))
 
 

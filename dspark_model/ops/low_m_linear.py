@@ -25,7 +25,8 @@ class LowMTile:
     12 MB are what the memory delivers in a predecessor's tail of 3 us, and a quarter of an H200's L2.
     weight_first: weight @ x.T instead of x @ weight.T; with 64 weight rows (of both, with a gate) a program these are wgmma
     instructions, which read both factors from shared memory.
-    pieces_at: the block of a program, counted from 0, at which it asks for its share of `pieces`; past the last: the last one.
+    pieces_left: how many blocks a program has still to multiply when it asks for its share of `pieces`; more than it has: at
+    its first.  None: `stages` - 1, when the last of its own loads is under way.
     """
 
     n: int
@@ -35,7 +36,7 @@ class LowMTile:
     warps: int
     prefetch_bytes: int = 12 << 20
     weight_first: bool = False
-    pieces_at: int = 1 << 20
+    pieces_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
         _prefetch_values(weight, tile, tiles, gate_up) if pdl else 0,
         out if pieces is None else pieces.table,
         0 if pieces is None else len(pieces),
-        tile.pieces_at,
+        tile.stages - 1 if tile.pieces_left is None else tile.pieces_left,
         TILE_M=tile_m,
         TILE_N=tile.n,
         TILE_K=tile.k,

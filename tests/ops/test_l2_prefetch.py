@@ -77,13 +77,13 @@ def test_the_op_asks_for_every_piece_once(requests, count):
     assert requests == [tuple(piece) for piece in pieces.table.tolist()]
 
 
-@pytest.mark.parametrize("pieces_at", [0, 1, 2, 1 << 20])
+@pytest.mark.parametrize("pieces_left", [None, 1, 2, 3, 1 << 20])
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 100])
 @pytest.mark.parametrize("weight_first", [False, True])
-def test_a_product_asks_for_every_piece_once(requests, weight_first, count, pieces_at):
+def test_a_product_asks_for_every_piece_once(requests, weight_first, count, pieces_left):
     """Six programs, of two or three blocks."""
     x, weight, (later,) = torch.randn(3, 130), torch.randn(20, 130), weights(4096 * 100)
-    tile = LowMTile(16, 32, 2, 2, 4, weight_first=weight_first, pieces_at=pieces_at)
+    tile = LowMTile(16, 32, 2, 2, 4, weight_first=weight_first, pieces_left=pieces_left)
     workspace = LowMWorkspace(DEVICE, num_sums=60_000, num_tiles=64)
     pieces = L2Pieces(later.device, [(later, 0, 4096 * count)])
     options = {"backend": "triton", "workspace": workspace, "tile": tile}

@@ -43,7 +43,7 @@ def _halves(joined, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     return joined.reshape(TILE_M, 2, TILE_N).permute(0, 2, 1).split()
 
 
-@triton.jit(do_not_specialize=["num_rows", "prefetch_values", "num_pieces", "pieces_at"])
+@triton.jit(do_not_specialize=["num_rows", "prefetch_values", "num_pieces", "pieces_left"])
 def low_m_linear_kernel(
     x_ptr,  # [M, K], values of a row side by side
     x_row_stride,
@@ -64,7 +64,7 @@ def low_m_linear_kernel(
     prefetch_values,  # of each weight row, before the wait, PDL only; whole blocks of TILE_K, or 0
     pieces_ptr,  # int64 [num_pieces, 2], see `load_pieces`; AHEAD only
     num_pieces,
-    pieces_at,  # the block of a program behind whose loads it asks for its pieces; AHEAD only
+    pieces_left,  # a program asks for its pieces when it has so many blocks still to multiply; AHEAD only
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -108,7 +108,7 @@ def low_m_linear_kernel(
     if AHEAD:
         program, programs = split * tl.num_programs(0) + tile, tl.num_programs(0) * tl.num_programs(1)
         addresses, sizes = load_pieces(pieces_ptr, num_pieces, program, programs, LANES)
-        ask_at = tl.minimum(first + pieces_at * TILE_K, last - TILE_K)
+        ask_at = tl.maximum(last - pieces_left * TILE_K, first)
 
     stored = inside[:, None] & (columns < out_features)[None, :]
     wide_rows = rows[:, None].to(tl.int64)
