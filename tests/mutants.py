@@ -234,8 +234,8 @@ MUTANTS = (
     ),
     Mutant(
         "low_m_last_weight_row_is_past_the_end", "kernels/dspark_kernels/triton/low_m_linear.py",
-        "tl.minimum(columns, out_features - 1)",
-        "tl.minimum(columns, out_features)",
+        "here_rows % TILE_N, out_features - 1)",
+        "here_rows % TILE_N, out_features)",
         "ops/test_low_m_linear.py::test_sizes_at_and_behind_the_tiles[33-17]",
     ),
     Mutant(
@@ -272,18 +272,18 @@ MUTANTS = (
         "low_m_squares_of_all_rows_are_one_sum", "kernels/dspark_kernels/triton/low_m_linear.py",
         "tl.where(rows[:, None] == rows[None, :], squares, 0.0)",
         "squares",
-        "ops/test_low_m_linear.py::test_row_counts[torch.float32-2]",
+        "ops/test_low_m_linear.py::test_row_counts[torch.float32-2-x_first]",
     ),
     Mutant(
         "low_m_next_norm_weight_is_this_one", "kernels/dspark_kernels/triton/low_m_linear.py",
         "ahead = lanes + k + TILE_K",
         "ahead = lanes + k",
-        "ops/test_low_m_linear.py::test_row_counts[torch.float32-2]",
+        "ops/test_low_m_linear.py::test_row_counts[torch.float32-2-x_first]",
     ),
     Mutant(
-        "low_m_up_is_a_little_more", "kernels/dspark_kernels/triton/low_m_linear.py",
-        "value = gate / (1.0 + tl.exp(-gate)) * up",
-        "value = gate / (1.0 + tl.exp(-gate)) * up * 1.001",
+        "low_m_sums_are_not_scaled", "kernels/dspark_kernels/triton/low_m_linear.py",
+        "product *= tl.rsqrt(square_sum / in_features + eps)[:, None]",
+        "product *= 1.0",
         "ops/test_low_m_linear.py::test_every_form_keeps_the_bound[torch.float32-gate_up+norm-whole]",
     ),
     Mutant(

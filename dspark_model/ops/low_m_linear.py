@@ -101,8 +101,9 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
 def low_m_is_faster(rows: int) -> bool:
     """Whether `low_m_linear` is the one to take on an H200, where the library's products are the alternative.
 
-    With 8 rows it is as fast as the library's product alone or faster, and does the work around it.  With 128 rows it took
-    twice the library's time: every program reads x again, twice as many bytes as its weight rows.
+    With 8 rows it is as fast as the library's product alone or faster, and does the work around it; so it should be with 32,
+    which cost as many bytes of weights (not measured yet with the weight first).  With 128 rows it took twice the library's
+    time: every program reads x again, twice as many bytes as its weight rows.
     """
     return rows <= 32
 
@@ -149,7 +150,8 @@ def low_m_linear(
     sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
     workspace: `triton` only, for products that are split; see `LowMWorkspace`.
     pdl: `triton` on CUDA devices of capability 9 or more: the launch may start before its predecessor in the stream has ended,
-    brings its first weights to L2 and then waits.  Needs nothing of the predecessor; the results are the same.
+    brings its first weights to L2 and then waits; its successor may start when its products are done.  Needs nothing of the
+    predecessor; the results are the same.
     pieces: `triton` on CUDA devices of capability 9 or more: memory of later launches that this one brings to L2 behind its own
     loads, see `l2_pieces_ahead`.  The results are the same.
     tile: another cut than `low_m_tile` gives, for measurements; the order of the sums is then that of the cut.
