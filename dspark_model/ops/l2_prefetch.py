@@ -12,7 +12,7 @@ _LANES = 128
 class L2Pieces:
     """Ranges of bytes on one device, cut into pieces of at most 4 KB; it holds on to their memory.
 
-    Build it once, at start-up: the list of pieces lies on the device, where launches and graph replays read it.
+    Build it once, at start-up, and keep it: the list of pieces lies on the device, where launches and graph replays read it.
     """
 
     def __init__(self, device: torch.device, ranges: Iterable[tuple[torch.Tensor, int, int]]):
