@@ -16,10 +16,19 @@ from pathlib import Path
 
 import torch
 
-from dspark_model.bench.gemm_cases import CASES, Result, case_results, chain_results, compile_ahead, make_workspace
+from dspark_model.bench.gemm_cases import (
+    CASES,
+    CHAIN_ROWS,
+    Result,
+    case_results,
+    chain_results,
+    compile_ahead,
+    kernels_of,
+    make_workspace,
+)
 from dspark_model.bench.timing import machine
 
-FEW_AND_MANY = ("qkv_a", "gate_up", "down")  # with 1 and 128 rows too
+MORE_ROWS = {"qkv_a": (64, 128), "down": (64,)}
 
 
 def main() -> int:
@@ -38,18 +47,18 @@ def main() -> int:
 
 
 def row_counts(name: str) -> tuple[int, ...]:
-    return (8, 32, 1, 128) if name in FEW_AND_MANY else (8, 32)
+    return (8, 32, *MORE_ROWS.get(name, ()))
 
 
 def compile_all(workers: int) -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(compile_ahead, index, rows, processors)
-            for rows in (8, 32, 128)  # the most variants first; 1 row has the kernel of 8
-            for index, case in enumerate(CASES)
-            if rows in row_counts(case.name)
-        ]
+        jobs = []
+        for index, case in enumerate(CASES):
+            for rows in row_counts(case.name):
+                kernels = kernels_of(case, rows, processors, alone=True)
+                # Two a job: processes share the work evenly, and each job makes its operands once.
+                jobs += [pool.submit(compile_ahead, index, rows, kernels[at : at + 2]) for at in range(0, len(kernels), 2)]
         for job in jobs:
             if job.exception() is not None:
                 print(f"ahead of time: {job.exception()}", flush=True)
@@ -61,12 +70,12 @@ def measure() -> list[Result]:
     torch.manual_seed(0)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     workspace, results = make_workspace("cuda"), []
-    for rows in (8, 32):
-        results += show(chain_results(rows, workspace, processors, few=rows != 8))
+    for rows in CHAIN_ROWS:
+        results += show(chain_results(rows, workspace, processors))
         torch.cuda.empty_cache()
     for case in CASES:
         for rows in row_counts(case.name):
-            results += show(case_results(case, rows, workspace, processors, few=rows != 8))
+            results += show(case_results(case, rows, workspace, processors))
         torch.cuda.empty_cache()
     print("\n".join(["", "best:", *best(results)]), flush=True)
     return results
@@ -81,15 +90,15 @@ def show(results) -> list[Result]:
 
 
 def best(results: list[Result]) -> list[str]:
-    """The fastest low_m variant of each case, beside the plain operations."""
+    """The fastest low_m variant of each case, beside the library's products alone, for the chain the plain operations."""
     lines = []
     for key in dict.fromkeys((result.case, result.rows) for result in results):
         here = [result for result in results if (result.case, result.rows) == key and result.timing is not None]
-        plain = next((result.timing.median_us for result in here if result.variant == "plain"), float("nan"))
-        ours = [result for result in here if result.variant != "plain" and not result.variant.startswith("library")]
+        others = [result for result in here if result.variant in ("plain", "library, products alone")]
+        ours = [result for result in here if result not in others]
         if ours:
             fastest = min(ours, key=lambda result: result.timing.median_us)
-            lines.append(f"{fastest.line()}  plain {plain:.2f} us")
+            lines.append("  ".join([fastest.line(), *(f"{other.variant} {other.timing.median_us:.2f} us" for other in others)]))
     return lines
 
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 
 from dspark_model import ops
 from dspark_model.bench.timing import Timing, capture, time_interleaved
-from dspark_model.ops import LowMTile, LowMWorkspace, low_m_linear, low_m_tile
+from dspark_model.ops import L2Pieces, LowMTile, LowMWorkspace, l2_pieces_ahead, l2_prefetch, low_m_linear, low_m_tile
 from dspark_model.ops.low_m_linear import low_m_splits
 
 COPY_RATE = 4.3e12  # bytes a second, what large reads reach on an H200
@@ -19,6 +19,7 @@ PAST_L2 = 300 << 20  # bytes of weights in rotation
 SAMPLE_US = 2000  # what one timed sample should last at least
 EPS = 1e-5
 LAYERS = 5
+CHAIN_ROWS = (8, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,6 @@ class GemmCase:
     gate_up: bool = False
     residual: bool = False
     logits: bool = False
-    tiles: tuple[LowMTile, ...] = ()  # cuts to try beside those that every case tries
 
     @property
     def weight_bytes(self) -> int:
@@ -44,11 +44,11 @@ class GemmCase:
 
 
 CHAIN = (
-    GemmCase("qkv_a", 2112, 7168, norm=True, tiles=(LowMTile(16, 256, 1, 6, 4),)),
-    GemmCase("q_b", 1536, 1536, norm=True, tiles=(LowMTile(16, 128, 1, 8, 2), LowMTile(32, 256, 1, 5, 4))),
-    GemmCase("o", 7168, 1024, residual=True, tiles=(LowMTile(32, 256, 1, 4, 4),)),
-    GemmCase("gate_up", 1792, 7168, norm=True, gate_up=True, tiles=(LowMTile(16, 128, 1, 8, 4),)),
-    GemmCase("down", 7168, 1792, residual=True, tiles=(LowMTile(32, 256, 1, 5, 4),)),
+    GemmCase("qkv_a", 2112, 7168, norm=True),
+    GemmCase("q_b", 1536, 1536, norm=True),
+    GemmCase("o", 7168, 1024, residual=True),
+    GemmCase("gate_up", 1792, 7168, norm=True, gate_up=True),
+    GemmCase("down", 7168, 1792, residual=True),
 )
 CASES = (
     *CHAIN,
@@ -77,7 +77,7 @@ class Result:
         return dataclasses.asdict(self)
 
     def line(self) -> str:
-        head = f"{self.case:17} M={self.rows:<4} {self.variant:34}"
+        head = f"{self.case:17} M={self.rows:<4} {self.variant:46}"
         if self.timing is None:
             return f"{head} FAILED: {self.failure}"
         us = self.timing.median_us
@@ -102,28 +102,36 @@ class Operands:
         self.norm_weight = values(case.k).abs_().add_(0.5) if case.norm else None
         self.residual = values(rows, case.n) if case.residual else None
 
-    def low_m(self, copy: int, workspace: LowMWorkspace, tile: LowMTile, pdl: bool = False) -> torch.Tensor:
+    def low_m(
+        self,
+        copy: int,
+        workspace: LowMWorkspace,
+        tile: LowMTile,
+        *,
+        x: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        pdl: bool = False,
+        pieces: L2Pieces | None = None,
+    ) -> torch.Tensor:
+        """x, residual: instead of the case's own."""
         return low_m_linear(
-            self.x,
+            self.x if x is None else x,
             self.weights[copy],
             up_weight=self.ups[copy],
             norm_weight=self.norm_weight,
             eps=EPS if self.case.norm else None,
-            residual=self.residual,
+            residual=self.residual if residual is None else residual,
             out_dtype=torch.float32 if self.case.logits else None,
             backend="triton",
             workspace=workspace,
             tile=tile,
             pdl=pdl,
+            pieces=pieces,
         )
 
     def products(self, copy: int) -> tuple[torch.Tensor, ...]:
         """The library's products alone."""
         return _products(self.x, self.weights[copy], self.ups[copy], self.case.logits)
-
-    def plain(self, copy: int) -> torch.Tensor:
-        """The library's products with the pointwise work as the plain model does it."""
-        return _plain(self.case, self.x, self.weights[copy], self.ups[copy], self.norm_weight, self.residual, self.case.logits)
 
     def error(self, out: torch.Tensor) -> float:
         """Distances of a result with copy 0 to float64: the largest over the contract's bound, or all together over what
@@ -172,40 +180,41 @@ def make_workspace(device: str) -> LowMWorkspace:
     return LowMWorkspace(device, num_sums=1 << 23, num_tiles=4096)
 
 
-def cut(case: GemmCase, n: int, k: int, stages: int, warps: int, resident: int) -> LowMTile:
-    """n rows a program (n / 2 of each weight, with a gate), split for `resident` programs."""
-    n = n // 2 if case.gate_up else n
-    return LowMTile(n, k, low_m_splits(case.n, case.k, n, k, resident), stages, warps)
+def turned(tile: LowMTile) -> LowMTile:
+    """The same cut with the factors in the other order."""
+    return dataclasses.replace(tile, weight_first=not tile.weight_first)
 
 
-def low_m_tiles(case: GemmCase, rows: int, processors: int, *, few: bool) -> dict[str, LowMTile]:
-    """Cuts to compare, by name; few: only the one that the op chooses and at most one other."""
+def low_m_tiles(case: GemmCase, rows: int, processors: int) -> dict[str, LowMTile]:
+    """Cuts to compare, by name: the one that the op chooses, the same turned, and the other of its two depths."""
     chosen = low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors)
-    tiles = [chosen, *([cut(case, 32, 256, 4, 4, 2 * processors)] if rows <= 32 else [])]  # for more rows it does not fit
-    if not few:
-        tiles += [cut(case, 64, 128, 6, 4, processors), cut(case, 64, 128, 4, 4, 3 * processors), *case.tiles]
+    tiles = [chosen]
+    if rows <= 32:
+        stages, programs = (4, 2) if chosen.stages == 6 else (6, 1)
+        splits = low_m_splits(case.n, case.k, chosen.n, chosen.k, processors * programs)
+        other = dataclasses.replace(chosen, stages=stages, splits=splits, weight_first=True)
+        tiles += [turned(chosen), other]
     named = {}
     for tile in tiles:
-        name = f"n{tile.n} k{tile.k} splits {tile.splits} stages {tile.stages} warps {tile.warps}"
+        name = f"n{tile.n} splits {tile.splits} stages {tile.stages} {'weight' if tile.weight_first else 'x'} first"
         named.setdefault(f"{name} (chosen)" if tile == chosen else name, tile)
     return named
 
 
 def case_results(
-    case: GemmCase, rows: int, workspace: LowMWorkspace, processors: int, *, few: bool, device: str = "cuda"
+    case: GemmCase, rows: int, workspace: LowMWorkspace, processors: int, *, device: str = "cuda"
 ) -> Iterator[Result]:
     """All variants of one case: those that are wrong or fail are reported, the others timed in turns."""
     copies = -(-PAST_L2 // case.weight_bytes) if device == "cuda" else 1
     operands = Operands(case, rows, device, torch.bfloat16 if device == "cuda" else torch.float32, copies)
-    tiles = low_m_tiles(case, rows, processors, few=few)
-    variants: dict[str, Callable[[int], object]] = {"library, products alone": operands.products, "plain": operands.plain}
+    tiles = low_m_tiles(case, rows, processors)
+    variants: dict[str, Callable[[int], object]] = {"library, products alone": operands.products}
     variants |= {name: partial(operands.low_m, workspace=workspace, tile=tile) for name, tile in tiles.items()}
     errors, failures, timed = {}, {}, {}
     for name, variant in variants.items():
         try:
             if name != "library, products alone":
                 errors[name] = operands.error(variant(0))
-            # The plain model rounds the gate and up products too, which the bound leaves out.
             if name in tiles and not errors[name] <= 1:
                 raise ArithmeticError(f"{errors[name]:.3g} times the bound away from float64")
             timed[name] = _rotated(variant, copies, device)
@@ -254,94 +263,163 @@ class Chain:
         return hidden
 
 
+@dataclass(frozen=True, slots=True)
+class ChainVariant:
+    """How the chain is launched.  distance: MB that are asked for ahead of use, when a product has `pieces_left` blocks left
+    or, with `side_stream`, by `l2_prefetch` beside it; own: MB of its weights that a `pdl` launch asks for before its wait."""
+
+    name: str
+    base: str  # the variant whose bits it has to have
+    weight_first: bool = False
+    programs: int = 2
+    pdl: bool = False
+    distance: int = 0
+    pieces_left: int | None = None
+    own: int = 12
+    side_stream: bool = False
+
+    def tile(self, case: GemmCase, rows: int, processors: int) -> LowMTile:
+        """`low_m_tile`'s cut, with more and shallower programs where it counts on 2 a processor and 3 are asked for."""
+        tile = low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors)
+        if self.programs == 3 and tile.stages == 4:
+            splits = low_m_splits(case.n, case.k, tile.n, tile.k, 3 * processors)
+            tile = dataclasses.replace(tile, stages=3, splits=splits)
+        return dataclasses.replace(
+            tile, weight_first=self.weight_first, pieces_left=self.pieces_left, prefetch_bytes=self.own << 20
+        )
+
+    @property
+    def with_pieces(self) -> bool:
+        return self.distance > 0 and not self.side_stream
+
+
+def chain_variants(rows: int) -> list[ChainVariant]:
+    """By orientation: alone, with programmatic launches, with 4 to 32 MB ahead, and both."""
+    variants = []
+    for name, turn in (("x first", False), ("weight first", True)):
+        make = partial(ChainVariant, base=name, weight_first=turn)
+        variants.append(make(name))
+        if rows > 16 and not turn:
+            continue
+        variants += [make(f"{name}, pdl", pdl=True), make(f"{name}, ahead 16 MB", distance=16)]
+        variants += [
+            make(f"{name}, pdl, ahead {distance} MB", pdl=True, own=0, distance=distance)
+            for distance in ((8, 16) if turn else (16,))
+        ]
+        if rows <= 16 and turn:
+            variants += [make(f"{name}, ahead {distance} MB", distance=distance) for distance in (4, 8, 24, 32)]
+            variants.append(make(f"{name}, ahead 16 MB at the first block", distance=16, pieces_left=1 << 20))
+            variants.append(make(f"{name}, ahead 16 MB at the last block", distance=16, pieces_left=1))
+            variants.append(make(f"{name}, pdl, own 12, ahead 16 MB", pdl=True, distance=16))
+            variants.append(make(f"{name}, side stream 16 MB", distance=16, side_stream=True))
+    if rows <= 16:
+        make = partial(ChainVariant, base="weight first, 3 a processor", weight_first=True, programs=3)
+        variants.append(make("weight first, 3 a processor"))
+        variants.append(make("weight first, 3 a processor, pdl, ahead 16 MB", pdl=True, own=0, distance=16))
+    return variants
+
+
+class _LowMChain:
+    """The chain as a variant launches it; what it asks for ahead is fixed, as weights are when a model is served."""
+
+    def __init__(self, chain: Chain, variant: ChainVariant, workspace: LowMWorkspace, processors: int):
+        self._chain, self._variant, self._workspace, self._processors = chain, variant, workspace, processors
+        launches = [[w for w in (o.weights[0], o.ups[0]) if w is not None] for layer in chain.layers for o in layer]
+        self._pieces = l2_pieces_ahead(launches, variant.distance << 20) if variant.distance else [None] * len(launches)
+        self._side = torch.cuda.Stream() if variant.side_stream else None
+
+    def run(self) -> torch.Tensor:
+        pieces = iter(self._pieces)
+        out = self._chain.run(lambda operands, x, residual: self._product(operands, x, residual, next(pieces)))
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        return out
+
+    def _product(self, operands: Operands, x, residual, pieces: L2Pieces | None) -> torch.Tensor:
+        variant = self._variant
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                l2_prefetch(pieces)
+        return operands.low_m(
+            0,
+            self._workspace,
+            variant.tile(operands.case, operands.rows, self._processors),
+            x=x,
+            residual=residual,
+            pdl=variant.pdl,
+            pieces=pieces if variant.with_pieces else None,
+        )
+
+
 def chain_results(
     rows: int,
     workspace: LowMWorkspace,
     processors: int,
     *,
-    few: bool,
     cases: tuple[GemmCase, ...] = CHAIN,
     device: str = "cuda",
 ) -> Iterator[Result]:
-    """The chain in the plain model's operations and in low_m_linear, with and without programmatic dependent launch."""
+    """The chain in the plain model's operations and in low_m_linear's variants; on the CPU those that run there."""
     chain = Chain(cases, rows, device, torch.bfloat16 if device == "cuda" else torch.float32)
     floor = LAYERS * sum(case.floor_us for case in cases)
 
     def plain(operands: Operands, x, residual):
         return _plain(operands.case, x, operands.weights[0], operands.ups[0], operands.norm_weight, residual)
 
-    def low_m(operands: Operands, x, residual, *, resident: int, pdl: bool, prefetch_mb: int = 12):
-        case = operands.case
-        tile = _chain_tile(case, rows, processors, resident)
-        return low_m_linear(
-            x,
-            operands.weights[0],
-            up_weight=operands.ups[0],
-            norm_weight=operands.norm_weight,
-            eps=EPS if case.norm else None,
-            residual=residual,
-            backend="triton",
-            workspace=workspace,
-            tile=dataclasses.replace(tile, prefetch_bytes=prefetch_mb << 20),
-            pdl=pdl,
-        )
-
-    variants = {"plain": plain}
-    for resident in _residents(few):
-        variants[f"low_m, {resident} a processor"] = partial(low_m, resident=resident, pdl=False)
-        if device == "cuda":
-            variants[f"low_m, {resident} a processor, pdl"] = partial(low_m, resident=resident, pdl=True)
-    if device == "cuda" and not few:
-        for prefetch in (1, 4, 24):
-            variants[f"low_m, 2 a processor, pdl, {prefetch} MB"] = partial(low_m, resident=2, pdl=True, prefetch_mb=prefetch)
+    bases, works = {"plain": "plain"}, {"plain": lambda: partial(chain.run, plain)}
+    for variant in chain_variants(rows):
+        if device == "cuda" or not (variant.pdl or variant.distance):
+            bases[variant.name] = variant.base
+            works[variant.name] = lambda variant=variant: _LowMChain(chain, variant, workspace, processors).run
     outputs, failures, timed = {}, {}, {}
-    for name, product in variants.items():
+    for name, make in works.items():
         try:
-            outputs[name] = chain.run(product)
-            _check_chain(name, outputs)
-            timed[name] = _rotated(lambda copy, product=product: chain.run(product), 1, device)
+            work = make()
+            outputs[name] = work()
+            _check_chain(name, bases[name], outputs)
+            timed[name] = _rotated(lambda copy, work=work: work(), 1, device)
         except Exception as error:  # as above
             failures[name] = f"{type(error).__name__}: {error}"[:300]
     timings = _time(timed, floor, 1, device)
-    for name in variants:
+    for name in works:
         yield Result(f"{LAYERS} layers", rows, name, floor, timings.get(name), None, failures.get(name))
 
 
-def _check_chain(name: str, outputs: dict[str, torch.Tensor]) -> None:
-    """Near the plain chain, and with pdl equal to the bit to the same cut without."""
+def _check_chain(name: str, base: str, outputs: dict[str, torch.Tensor]) -> None:
+    """Near the plain chain, and equal to the bit to its base."""
     out, plain = outputs[name].double(), outputs["plain"].double()
     distance = float((out - plain).norm() / plain.norm())
     if not distance < 0.05:
         raise ArithmeticError(f"relative distance {distance:.3g} to the plain chain")
-    without = name.partition(", pdl")[0]
-    if not torch.equal(outputs[name], outputs.get(without, outputs[name])):
-        raise ArithmeticError("differs from the launches without pdl")
+    if not torch.equal(outputs[name], outputs.get(base, outputs[name])):
+        raise ArithmeticError(f"differs from {base}")
 
 
-def _residents(few: bool) -> tuple[int, ...]:
-    """Programs a processor for which the chain's products are cut."""
-    return (2,) if few else (2, 1, 3)
+def kernels_of(case: GemmCase, rows: int, processors: int, *, alone: bool) -> list[tuple[LowMTile, bool, bool]]:
+    """What the measurements launch for a case, each once: cut, pdl, pieces."""
+    kernels = [
+        (
+            dataclasses.replace(variant.tile(case, rows, processors), pieces_left=None, prefetch_bytes=0),
+            variant.pdl,
+            variant.with_pieces,
+        )
+        for variant in (chain_variants(rows) if case in CHAIN and rows in CHAIN_ROWS else [])
+    ]
+    if alone:
+        for tile in low_m_tiles(case, rows, processors).values():
+            kernels.append((dataclasses.replace(tile, pieces_left=None, prefetch_bytes=0), False, False))
+    return list(dict.fromkeys(kernels))
 
 
-def _chain_tile(case: GemmCase, rows: int, processors: int, resident: int) -> LowMTile:
-    """`low_m_tile` counts on 2 programs a processor."""
-    return low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors * resident // 2)
-
-
-def compile_ahead(case_index: int, rows: int, processors: int) -> None:
-    """Launches the kernels of one case once, so that they lie in Triton's cache on disk; for a process of its own."""
-    case, workspace, few = CASES[case_index], make_workspace("cuda"), rows != 8
+def compile_ahead(case_index: int, rows: int, kernels: list[tuple[LowMTile, bool, bool]]) -> None:
+    """Launches kernels of one case once, so that they lie in Triton's cache on disk; for a process of its own."""
+    case, workspace = CASES[case_index], make_workspace("cuda")
     operands = Operands(case, rows, "cuda", torch.bfloat16, 1)
-    for tile in low_m_tiles(case, rows, processors, few=few).values():
-        _launch(operands, workspace, tile, False)
-    for resident in _residents(few) if case in CHAIN and rows in (8, 32) else ():
-        for pdl in (False, True):
-            _launch(operands, workspace, _chain_tile(case, rows, processors, resident), pdl)
+    some = L2Pieces(operands.x.device, [(operands.weights[0], 0, 1 << 16)])
+    for tile, pdl, with_pieces in kernels:
+        try:
+            operands.low_m(0, workspace, tile, pdl=pdl, pieces=some if with_pieces else None)
+        except Exception as error:  # shown again, with its variant's name, by the measurement
+            print(f"ahead of time: {case.name} {tile}: {type(error).__name__}", flush=True)
     torch.cuda.synchronize()
-
-
-def _launch(operands: Operands, workspace: LowMWorkspace, tile: LowMTile, pdl: bool) -> None:
-    try:
-        operands.low_m(0, workspace, tile, pdl)
-    except Exception as error:  # shown again, with its variant's name, by the measurement
-        print(f"ahead of time: {operands.case.name} {tile}: {type(error).__name__}", flush=True)

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model.ops.fp32_linear import fp32_linear
+from dspark_model.ops.l2_prefetch import L2Pieces, check_l2_prefetch
 from dspark_model.ops.rms_norm import rms_norm
 
 MAX_ROWS = 128
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Processors of an H200, for which tiles are chosen where there is no device: the interpreter and compilation ahead of time.
 _H200_PROCESSORS = 132
+_ONE_PROGRAM_BYTES = 28 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,10 @@ class LowMTile:
 
     prefetch_bytes: of the weights, in all programs together, brought to L2 by a `pdl` launch before its inputs are ready.
     12 MB are what the memory delivers in a predecessor's tail of 3 us, and a quarter of an H200's L2.
+    weight_first: weight @ x.T instead of x @ weight.T; with 64 weight rows (of both, with a gate) a program these are wgmma
+    instructions, which read both factors from shared memory.
+    pieces_left: how many blocks a program has still to multiply when it asks for its share of `pieces`; more than it has: at
+    its first.  None: `stages` - 1, when the last of its own loads is under way.
     """
 
     n: int
@@ -29,6 +35,8 @@ class LowMTile:
     stages: int
     warps: int
     prefetch_bytes: int = 12 << 20
+    weight_first: bool = False
+    pieces_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +80,32 @@ class LowMWorkspace:
 def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtype, gate_up: bool, processors: int) -> LowMTile:
     """The cut of a product; it alone decides the order of the sums.
 
-    64 weight rows by 128 values are 16 KB; three of them in flight in each of two programs a processor cover the memory's
-    latency (about 32 KB), and 8 rows of x cost 1/8 of the weight's traffic.
+    64 weight rows by 128 values are 16 KB, beside which 8 rows of x are 1/8 of the traffic; about 32 KB under way cover the
+    memory's latency.  On an H200 with 8 rows one program a processor that has five such blocks under way was the fastest for
+    weights up to 26 MB (fewer sums to add), two with three for those of 30 MB and more.
     """
-    tile_m = _tile_m(rows)
+    tile_m, size = _tile_m(rows), out_features * in_features * dtype.itemsize * (1 + gate_up)
     if dtype is torch.float32:
-        n, k, stages, warps = 32, 32, 3, 4
+        n, k, stages, warps, programs = 32, 32, 3, 4, 2
+    elif tile_m > 32:
+        n, k, stages, warps, programs = 64, 128, 3, tile_m // 16, 2 if tile_m == 64 else 1
     else:
-        n, k, stages, warps = 64, 128, 4 if tile_m <= 32 else 3, 8 if tile_m == 128 else 4
+        n, k, warps = 64, 128, 4
+        stages, programs = (6, 1) if size <= _ONE_PROGRAM_BYTES else (4, 2)
     if gate_up:
         n //= 2
-    resident = processors * (2 if tile_m <= 64 else 1)
-    return LowMTile(n, k, low_m_splits(out_features, in_features, n, k, resident), stages, warps)
+    splits = low_m_splits(out_features, in_features, n, k, processors * programs)
+    return LowMTile(n, k, splits, stages, warps, weight_first=dtype is not torch.float32 and tile_m > 16)
+
+
+def low_m_is_faster(rows: int) -> bool:
+    """Whether `low_m_linear` is the one to take on an H200, where the library's products are the alternative.
+
+    With 8 rows it is as fast as the library's product alone or faster, and does the work around it; so it should be with 32,
+    which cost as many bytes of weights (not measured yet with the weight first).  With 128 rows it took twice the library's
+    time: every program reads x again, twice as many bytes as its weight rows.
+    """
+    return rows <= 32
 
 
 def low_m_splits(out_features: int, in_features: int, n: int, k: int, resident: int) -> int:
@@ -108,6 +130,7 @@ def low_m_linear(
     workspace: LowMWorkspace | None = None,
     pdl: bool = False,
     tile: LowMTile | None = None,
+    pieces: L2Pieces | None = None,
 ) -> torch.Tensor:
     """x @ weight.T, accumulated in float32, for 0 to 128 rows; around it in this order, each where it is asked for:
 
@@ -127,16 +150,20 @@ def low_m_linear(
     sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
     workspace: `triton` only, for products that are split; see `LowMWorkspace`.
     pdl: `triton` on CUDA devices of capability 9 or more: the launch may start before its predecessor in the stream has ended,
-    brings its first weights to L2 and then waits.  Needs nothing of the predecessor; the results are the same.
+    brings its first weights to L2 and then waits; its successor may start when its products are done.  Needs nothing of the
+    predecessor; the results are the same.
+    pieces: `triton` on CUDA devices of capability 9 or more: memory of later launches that this one brings to L2 behind its own
+    loads, see `l2_pieces_ahead`.  The results are the same.
     tile: another cut than `low_m_tile` gives, for measurements; the order of the sums is then that of the cut.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit; more than 128 rows; float16 with a norm and `triton` (x *
-            norm_weight could leave float16's range); a split product without a workspace, or with one that is too small.
+            norm_weight could leave float16's range); a split product without a workspace, or with one that is too small; more
+            pieces than the launch has threads.
     """
     _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype)
     if backend == "triton":
-        return _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype or x.dtype, workspace, pdl, tile)
+        return _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype or x.dtype, workspace, pdl, tile, pieces)
     if backend != "torch":
         raise ValueError(f"low_m_linear has no backend {backend}; choose torch or triton")
     if norm_weight is not None:
@@ -179,12 +206,14 @@ def _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype) -> None:
         raise ValueError(f"low_m_linear with a residual of {residual.dtype} returns that dtype, not {out_dtype}")
 
 
-def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, pdl: bool, tile) -> torch.Tensor:
+def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, pdl: bool, tile, pieces) -> torch.Tensor:
     (rows, in_features), out_features = x.shape, weight.shape[0]
     norm, gate_up = norm_weight is not None, up_weight is not None
     _check_kernel(x, weight, up_weight, norm_weight, residual)
     if pdl:
         _check_pdl(x.device)
+    if pieces is not None:
+        check_l2_prefetch(x.device)
     out = torch.empty((rows, out_features), dtype=out_dtype, device=x.device)
     if not rows:
         return out
@@ -195,17 +224,19 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
     if tile.splits > 1:
         _check_workspace(workspace, x.device, tiles * _sums_per_tile(tile_m, tile, gate_up, norm), tiles)
 
+    _check_pieces(pieces, x.device, tiles * tile.splits * 32 * tile.warps)
+
     from dspark_kernels.triton.low_m_linear import low_m_linear_kernel
 
-    gates = weight if up_weight is None else up_weight
+    ups = weight if up_weight is None else up_weight
     added = out if residual is None else residual
     low_m_linear_kernel[(tiles, tile.splits)](
         x,
         x.stride(0),
         weight,
         weight.stride(0),
-        gates,
-        gates.stride(0),
+        (ups.data_ptr() - weight.data_ptr()) // weight.element_size(),
+        ups.stride(0),
         norm_weight if norm else x,
         added,
         added.stride(0),
@@ -217,6 +248,9 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
         in_features,
         eps if norm else 0.0,
         _prefetch_values(weight, tile, tiles, gate_up) if pdl else 0,
+        out if pieces is None else pieces.table,
+        0 if pieces is None else len(pieces),
+        tile.stages - 1 if tile.pieces_left is None else tile.pieces_left,
         TILE_M=tile_m,
         TILE_N=tile.n,
         TILE_K=tile.k,
@@ -226,7 +260,10 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
         GATE_UP=gate_up,
         RESIDUAL=residual is not None,
         PDL=pdl,
-        PIECES=max(1, 32 * tile.warps // tile.n),
+        PIECES=max(1, 32 * tile.warps // (tile.n * (1 + gate_up))),
+        AHEAD=pieces is not None and len(pieces) > 0,
+        WEIGHT_FIRST=tile.weight_first,
+        LANES=32 * tile.warps,
         num_warps=tile.warps,
         num_stages=tile.stages,
         launch_pdl=pdl,
@@ -249,6 +286,15 @@ def _check_kernel(x, weight, up_weight, norm_weight, residual) -> None:
 def _check_pdl(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         raise ValueError(f"low_m_linear with pdl=True needs a CUDA device of capability 9.0, got {device}; pass pdl=False")
+
+
+def _check_pieces(pieces: L2Pieces | None, device: torch.device, threads: int) -> None:
+    if pieces is None:
+        return
+    if pieces.table.device != device:
+        raise ValueError(f"pieces lie on {pieces.table.device}, x on {device}; make them for x's device")
+    if len(pieces) > threads:
+        raise ValueError(f"a launch of {threads} threads asks for as many pieces, got {len(pieces)}; prefetch less ahead")
 
 
 def _check_workspace(workspace: LowMWorkspace | None, device: torch.device, num_sums: int, num_tiles: int) -> None:
@@ -282,7 +328,7 @@ def _processors(device: torch.device) -> int:
 def _prefetch_values(weight: torch.Tensor, tile: LowMTile, tiles: int, gate_up: bool) -> int:
     """Of each weight row of a program: whole blocks that lie inside each split, 0 where rows do not start at 16 bytes."""
     size = weight.element_size()
-    if weight.data_ptr() % 16 or weight.stride(0) * size % 16:
+    if not tile.prefetch_bytes or weight.data_ptr() % 16 or weight.stride(0) * size % 16:
         return 0
     inside = weight.shape[1] // tile.k // tile.splits
     block_bytes = tiles * tile.splits * tile.n * (1 + gate_up) * tile.k * size

@@ -1,12 +1,13 @@
 """`low_m_linear` against float64: every fused form, split and whole, at odd sizes, with poison around and in the workspace."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from kernel_kit import DEVICE, watched_memory
 
-from dspark_model.ops import LowMProduct, LowMTile, LowMWorkspace, low_m_linear, low_m_tile
+from dspark_model.ops import LowMProduct, LowMTile, LowMWorkspace, low_m_is_faster, low_m_linear, low_m_tile
 from dspark_model.testing import assert_bitwise_equal, poison_
 
 # The interpreter does not round to bf16 as torch does, so there float32 alone is held to a bound.
@@ -14,6 +15,8 @@ ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 KERNEL_DTYPES = tuple(ROUNDOFF) if DEVICE == "cuda" else (torch.float32,)
 FORMS = [frozenset(form) for n in range(4) for form in itertools.combinations(("norm", "gate_up", "residual"), n)]
 WHOLE, SPLIT = LowMTile(16, 32, 1, 2, 4), LowMTile(16, 32, 3, 2, 4)
+TILES = {"whole": WHOLE, "split": SPLIT}
+TILES |= {f"{name}-weight_first": replace(tile, weight_first=True) for name, tile in TILES.items()}
 
 
 def arguments(form, rows: int, out_features: int, in_features: int, dtype=torch.float32) -> dict:
@@ -97,7 +100,7 @@ def test_the_reference_keeps_the_bound(form, dtype):
     check(given, out)
 
 
-@pytest.mark.parametrize("tile", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(sorted(form)) or "plain")
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 def test_every_form_keeps_the_bound(dtype, form, tile):
@@ -109,12 +112,13 @@ def test_every_form_keeps_the_bound(dtype, form, tile):
     check(given, out)
 
 
+@pytest.mark.parametrize("tile", [TILES["split"], TILES["split-weight_first"]], ids=["x_first", "weight_first"])
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 9, 16, 17, 28, 64, 128])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-def test_row_counts(dtype, rows):
+def test_row_counts(dtype, rows, tile):
     form = ("gate_up", "residual") if dtype is torch.float16 else ("norm", "residual")
     given = arguments(form, rows, 33, 130, dtype)
-    check(given, run(given))
+    check(given, run(given, tile))
 
 
 @pytest.mark.parametrize("out_features", [1, 15, 16, 17, 64])
@@ -130,7 +134,7 @@ def test_more_splits_than_blocks_and_uneven_ones(splits):
     check(given, run(given, LowMTile(16, 32, splits, 2, 4)))
 
 
-@pytest.mark.parametrize("tile", [WHOLE, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_rows_do_not_see_each_other(tile):
     given = arguments(("norm", "gate_up", "residual"), 7, 20, 70)
     before = run(given, tile)
@@ -161,6 +165,19 @@ def test_rows_that_lie_apart(form):
             apart[name] = wide[:, 5:-8]
             apart[name].copy_(given[name])
     assert_bitwise_equal(run(apart), plain)
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_rows_of_gate_and_up_lie_apart_differently(tile):
+    """And up's memory may lie in front of the gate's or behind it."""
+    given = arguments(("gate_up", "norm"), 5, 20, 70)
+    plain = run(given, tile)
+    for first, second in (("weight", "up_weight"), ("up_weight", "weight")):
+        memory = poison_(given["weight"].new_empty(20 * 77 + 20 * 81))
+        apart = {first: memory[: 20 * 77].view(20, 77)[:, 3:73], second: memory[20 * 77 :].view(20, 81)[:, :70]}
+        for name, rows in apart.items():
+            rows.copy_(given[name])
+        assert_bitwise_equal(run({**given, **apart}, tile), plain)
 
 
 def test_one_workspace_serves_launches_of_all_sizes():
@@ -208,6 +225,17 @@ def test_tiles_of_kimi_k3_keep_all_programs_resident_and_their_loads_even():
             assert most - mean < 1
     # The bits of a row are those of its class.
     assert low_m_tile(1, 2112, 7168, torch.bfloat16, False, 132) == low_m_tile(16, 2112, 7168, torch.bfloat16, False, 132)
+
+
+def test_a_layers_cuts_are_those_that_were_the_fastest():
+    """Splits and stages measured on an H200 with 8 rows."""
+    measured = {(2112, 7168): (8, 4), (1536, 1536): (4, 6), (7168, 1024): (1, 6), (7168, 1792): (1, 6), (20480, 7168): (1, 4)}
+    for (n, k), cut in measured.items():
+        tile = low_m_tile(8, n, k, torch.bfloat16, False, 132)
+        assert (tile.splits, tile.stages) == cut
+    tile = low_m_tile(8, 1792, 7168, torch.bfloat16, True, 132)
+    assert (tile.n, tile.splits, tile.stages) == (32, 4, 4)
+    assert [low_m_is_faster(rows) for rows in (1, 32, 33, 128)] == [True, True, False, False]
 
 
 def test_a_workspace_for_products_serves_them_and_fewer_rows():
@@ -269,11 +297,12 @@ def test_what_the_kernel_cannot_do_is_refused():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 28])
 @pytest.mark.parametrize("pdl", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(sorted(form)) or "plain")
-def test_replays_with_changed_inputs(form, pdl):
-    given = arguments(form, 8, 2112, 1536, torch.bfloat16)
-    workspace = LowMWorkspace.for_products(DEVICE, [LowMProduct(8, 2112, 1536, torch.bfloat16, gate_up="gate_up" in form)])
+def test_replays_with_changed_inputs(form, pdl, rows):
+    given = arguments(form, rows, 2112, 1536, torch.bfloat16)
+    workspace = LowMWorkspace.for_products(DEVICE, [LowMProduct(rows, 2112, 1536, torch.bfloat16, gate_up="gate_up" in form)])
 
     def work():
         # Two in a row, so that the second may start before the first has ended, and shares its workspace.
@@ -286,7 +315,7 @@ def test_replays_with_changed_inputs(form, pdl):
     with torch.cuda.graph(graph):
         out = work()
     for _ in range(50):
-        given["x"].copy_(torch.randn(8, 1536))
+        given["x"].copy_(torch.randn(rows, 1536))
         graph.replay()
         eager = low_m_linear(**given, backend="triton", workspace=LowMWorkspace(DEVICE, num_sums=2_000_000, num_tiles=99))
         assert_bitwise_equal(out, eager)
@@ -295,10 +324,11 @@ def test_replays_with_changed_inputs(form, pdl):
 
 
 @pytest.mark.gpu
-def test_kimi_k3s_products_repeat_to_the_bit():
+@pytest.mark.parametrize("rows", [7, 32, 64, 128])
+def test_kimi_k3s_products_repeat_to_the_bit(rows):
     for n, k in ((2112, 7168), (1536, 1536), (7168, 1024), (7168, 1792)):
-        given = arguments(("norm",), 7, n, k, torch.bfloat16)
-        workspace = LowMWorkspace.for_products(DEVICE, [LowMProduct(7, n, k, torch.bfloat16)])
+        given = arguments(("norm",), rows, n, k, torch.bfloat16)
+        workspace = LowMWorkspace.for_products(DEVICE, [LowMProduct(rows, n, k, torch.bfloat16)])
         first = low_m_linear(**given, backend="triton", workspace=workspace)
         check(given, first)
         for _ in range(200):

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from dspark_kernels.triton.l2_prefetch import load_pieces, prefetch_pieces
+
 
 @triton.jit
 def _prefetch(rows_ptr, first, size, TILE_N: tl.constexpr, PIECES: tl.constexpr):
@@ -35,25 +37,34 @@ def _sum_splits(partial_ptr, offsets, split_stride, SPLITS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows", "prefetch_values"])
+@triton.jit
+def _halves(joined, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The first and the last TILE_N columns of [TILE_M, 2 * TILE_N]."""
+    return joined.reshape(TILE_M, 2, TILE_N).permute(0, 2, 1).split()
+
+
+@triton.jit(do_not_specialize=["num_rows", "prefetch_values", "num_pieces", "pieces_left"])
 def low_m_linear_kernel(
     x_ptr,  # [M, K], values of a row side by side
     x_row_stride,
     weight_ptr,  # [N, K], values of a row side by side; with GATE_UP: the gate's rows
     weight_row_stride,
-    up_ptr,  # [N, K], GATE_UP only
+    up_distance,  # from weight_ptr to up's first value, [N, K] too, in values; GATE_UP only
     up_row_stride,
     norm_weight_ptr,  # [K], NORM only
     residual_ptr,  # [M, N], values of a row side by side, RESIDUAL only
     residual_row_stride,
     out_ptr,  # [M, N] contiguous
-    sums_ptr,  # float32 [tiles, SPLITS, (TILE_M, TILE_N) | GATE_UP (TILE_M, TILE_N) | NORM TILE_M], SPLITS > 1 only
+    sums_ptr,  # float32 [tiles, SPLITS, (TILE_M, TILE_N or 2 * TILE_N with GATE_UP) | NORM TILE_M], SPLITS > 1 only
     arrivals_ptr,  # int32 [tiles], 0 before and after a launch, SPLITS > 1 only
     num_rows,
     out_features,
     in_features,
     eps,
     prefetch_values,  # of each weight row, before the wait, PDL only; whole blocks of TILE_K, or 0
+    pieces_ptr,  # int64 [num_pieces, 2], see `load_pieces`; AHEAD only
+    num_pieces,
+    pieces_left,  # a program asks for its pieces when it has so many blocks still to multiply; AHEAD only
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -64,6 +75,9 @@ def low_m_linear_kernel(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
     PIECES: tl.constexpr,
+    AHEAD: tl.constexpr,  # brings memory of a later launch to L2
+    WEIGHT_FIRST: tl.constexpr,  # computes weight @ x.T: 64 rows of a weight are what wgmma takes
+    LANES: tl.constexpr,  # threads of a program
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -74,21 +88,27 @@ def low_m_linear_kernel(
 
     rows = tl.arange(0, TILE_M)
     inside = rows < num_rows
-    columns = tile * TILE_N + tl.arange(0, TILE_N)
+    # Rows of both weights lie in one tile: the gate's, then those of up.
+    joined: tl.constexpr = TILE_N * (1 + GATE_UP)
+    here_rows = tl.arange(0, joined)
     # Lanes behind the last weight row read that row again: their sums are not stored.
-    weight_rows = tl.minimum(columns, out_features - 1).to(tl.int64)
-    weights = weight_ptr + weight_rows * weight_row_stride
-    ups = up_ptr + weight_rows * up_row_stride
+    weight_rows = tl.minimum(tile * TILE_N + here_rows % TILE_N, out_features - 1).to(tl.int64)
+    starts = weight_rows * weight_row_stride
+    if GATE_UP:
+        # Computed, not chosen between: the compiler then knows that the loads are aligned.
+        starts += (here_rows // TILE_N) * (up_distance + weight_rows * (up_row_stride - weight_row_stride))
+    weights = weight_ptr + starts
+    columns = tile * TILE_N + tl.arange(0, TILE_N)
     lanes = tl.arange(0, TILE_K)
 
     if PDL:
         if prefetch_values > 0:
-            _prefetch(weights, first, prefetch_values, TILE_N, PIECES)
-            if GATE_UP:
-                _prefetch(ups, first, prefetch_values, TILE_N, PIECES)
+            _prefetch(weights, first, prefetch_values, joined, PIECES)
         cuda.gdc_wait()
-        # After the wait: no launch is ever more than one ahead, so what it prefetches stays in L2.
-        cuda.gdc_launch_dependents()
+    if AHEAD:
+        program, programs = split * tl.num_programs(0) + tile, tl.num_programs(0) * tl.num_programs(1)
+        addresses, sizes = load_pieces(pieces_ptr, num_pieces, program, programs, LANES)
+        ask_at = tl.maximum(last - pieces_left * TILE_K, first)
 
     stored = inside[:, None] & (columns < out_features)[None, :]
     wide_rows = rows[:, None].to(tl.int64)
@@ -97,11 +117,9 @@ def low_m_linear_kernel(
         residual = tl.load(residual_ptr + wide_rows * residual_row_stride + columns[None, :], mask=stored, other=0.0)
     x_values = x_ptr + wide_rows * x_row_stride + lanes[None, :]
     weight_values = weights[:, None] + lanes[None, :]
-    up_values = ups[:, None] + lanes[None, :]
-    product = tl.zeros((TILE_M, TILE_N), tl.float32)
-    up_product = tl.zeros((TILE_M, TILE_N), tl.float32)
-    # Row products of x on the tensor cores; their diagonal are the sums of squares.
-    squares = tl.zeros((TILE_M, TILE_M), tl.float32)
+    product = tl.zeros((joined, TILE_M) if WEIGHT_FIRST else (TILE_M, joined), tl.float32)
+    # With WEIGHT_FIRST sums of the squares of 8 neighbours; else row products of x, whose diagonal are the sums of squares.
+    squares = tl.zeros((TILE_M, TILE_K // 8 if WEIGHT_FIRST else TILE_M), tl.float32)
     if NORM:
         scale = tl.load(norm_weight_ptr + first + lanes, mask=lanes < in_features - first, other=0.0)
     for k in range(first, last, TILE_K):
@@ -112,32 +130,39 @@ def low_m_linear_kernel(
             here = lanes < in_features - k
             x = tl.load(x_values + k, mask=inside[:, None] & here[None, :], other=0.0)
             weight = tl.load(weight_values + k, mask=here[None, :], other=0.0, eviction_policy="evict_first")
+        if AHEAD:
+            prefetch_pieces(addresses, tl.where(k == ask_at, sizes, 0))
         if NORM:
-            squares = tl.dot(x, x.T, squares, input_precision="ieee")
-            x = (x.to(tl.float32) * scale.to(tl.float32)[None, :]).to(kind)
+            wide_x = x.to(tl.float32)
+            if WEIGHT_FIRST:
+                squares += tl.sum((wide_x * wide_x).reshape(TILE_M, TILE_K // 8, 8), 2)
+            else:
+                squares = tl.dot(x, x.T, squares, input_precision="ieee")
+            x = (wide_x * scale.to(tl.float32)[None, :]).to(kind)
             # For the next turn: this load's latency would stand in the way of the products.
             ahead = lanes + k + TILE_K
             scale = tl.load(norm_weight_ptr + ahead, mask=ahead < in_features, other=0.0)
-        product = tl.dot(x, weight.T, product, input_precision="ieee")
-        if GATE_UP:
-            if EVEN_K:
-                up = tl.load(up_values + k, eviction_policy="evict_first")
-            else:
-                up = tl.load(up_values + k, mask=(lanes < in_features - k)[None, :], other=0.0, eviction_policy="evict_first")
-            up_product = tl.dot(x, up.T, up_product, input_precision="ieee")
-    square_sum = tl.sum(tl.where(rows[:, None] == rows[None, :], squares, 0.0), 1)
+        if WEIGHT_FIRST:
+            product = tl.dot(weight, x.T, product, input_precision="ieee")
+        else:
+            product = tl.dot(x, weight.T, product, input_precision="ieee")
+    if PDL:
+        # Behind the products: the next launch's programs then find all processors equally free.
+        cuda.gdc_launch_dependents()
+    if WEIGHT_FIRST:
+        product = product.T
+        square_sum = tl.sum(squares, 1)
+    else:
+        square_sum = tl.sum(tl.where(rows[:, None] == rows[None, :], squares, 0.0), 1)
 
     finish = True
     if SPLITS > 1:
-        tile_values = rows[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
-        split_stride = TILE_M * (TILE_N * (1 + GATE_UP) + NORM)
+        tile_values = rows[:, None] * joined + here_rows[None, :]
+        split_stride = TILE_M * (joined + NORM)
         sums = sums_ptr + tile.to(tl.int64) * (SPLITS * split_stride)
-        up_sums = sums + TILE_M * TILE_N
-        square_sums = sums + TILE_M * TILE_N * (1 + GATE_UP)
+        square_sums = sums + TILE_M * joined
         own = split * split_stride
         tl.store(sums + own + tile_values, product)
-        if GATE_UP:
-            tl.store(up_sums + own + tile_values, up_product)
         if NORM:
             tl.store(square_sums + own + rows, square_sum)
         # Every thread's stores come before the one atomic that releases them.
@@ -147,18 +172,17 @@ def low_m_linear_kernel(
         if finish:
             tl.store(arrivals_ptr + tile, 0)
             product = _sum_splits(sums, tile_values, split_stride, SPLITS)
-            if GATE_UP:
-                up_product = _sum_splits(up_sums, tile_values, split_stride, SPLITS)
             if NORM:
                 square_sum = _sum_splits(square_sums, rows, split_stride, SPLITS)
     if finish:
         if NORM:
-            inverse = tl.rsqrt(square_sum / in_features + eps)[:, None]
-            product *= inverse
-            up_product *= inverse
+            product *= tl.rsqrt(square_sum / in_features + eps)[:, None]
         if GATE_UP:
-            product = product / (1.0 + tl.exp(-product)) * up_product
-        result = product.to(out_ptr.dtype.element_ty)
+            gate, up = _halves(product, TILE_M, TILE_N)
+            value = gate / (1.0 + tl.exp(-gate)) * up
+        else:
+            value = product
+        result = value.to(out_ptr.dtype.element_ty)
         if RESIDUAL:
             result = (residual.to(tl.float32) + result.to(tl.float32)).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + wide_rows * out_features + columns[None, :], result, mask=stored)
