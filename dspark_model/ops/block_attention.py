@@ -130,10 +130,10 @@ def block_attention(
         `block_attention_refusal` says in advance what a backend does not take.
 
     Bits: with `triton`, `cute` and `causal_fixup` they are the same in every run.  They depend on the device's type, the
-    dtypes, the shape of a request's queries, kv_lora_rank, softmax_scale, causal, window, whether rows lie at multiples of 16 bytes, and
-    on the requests that have keys, in their order: their queries, keys and lengths.  They depend neither on requests without
-    keys, nor on the size of the batch with these, nor on max_seq_len, the page size, the pages' places or the pool's layout.
-    Another request with keys may move the places where a long context is divided, and so the last bit.
+    dtypes, the shape of a request's queries, kv_lora_rank, softmax_scale, causal, window, whether rows lie at multiples of 16
+    bytes, and on the requests that have keys, in their order: their queries, keys and lengths.  They depend neither on requests
+    without keys, nor on the size of the batch with these, nor on max_seq_len, the page size, the pages' places or the pool's
+    layout.  Another request with keys may move the places where a long context is divided, and so the last bit.
     Returns [B, N, heads, kv_lora_rank] in queries' dtype; float32 inside, one rounding.  A request with no key gives 0.
 
     Raises:
