@@ -33,6 +33,7 @@ VARIANTS = {  # facts of a build that differ from the defaults; dtypes by name
     "merge at start": {"merge_launch": "start"},
     "merge after": {"merge_launch": "after"},
     "float32 parts": {"part_dtype": "float32"},
+    "queries by threads": {"fetch_queries": False},
     "32 keys": {"keys": 32},
     "32 keys, early start": {"keys": 32, "early_start": True},
 }

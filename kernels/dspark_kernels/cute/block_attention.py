@@ -58,6 +58,7 @@ class Facts:
     part_dtype: of the parts between the kernels: float32, or float16 relative to the largest value of 256 in a row.
     merge_launch: when CTAs of the merging kernel may start: "after" the attention, at the "end" or at the "start" of its CTAs.
     early_start: CTAs of the attention may start while the kernel before it ends.
+    fetch_queries: query tiles come by TMA; the rows of a request must have one stride.
     timeline: the kernels write when they reach what ATTENTION_MARKS and MERGE_MARKS name.
     """
 
@@ -73,6 +74,7 @@ class Facts:
     part_dtype: torch.dtype = torch.float16
     merge_launch: str = "end"
     early_start: bool = False
+    fetch_queries: bool = True
     timeline: bool = False
 
     @property
@@ -175,10 +177,9 @@ MERGE_MARKS = ("start ns", "end ns", "start", "schedule", "parts are there", "st
 @cute.jit
 def _mark(work, cta, mark: cutlass.Constexpr, here, facts: cutlass.Constexpr):
     """The thread that is `here` notes the time."""
-    if cutlass.const_expr(facts.timeline):  # noqa: SIM102 - the other is decided on the device
-        if here:
-            at = work.times + (cutlass.Int64(cta) * MARKS + mark)
-            at.store(cute.arch.globaltimer() if cutlass.const_expr(mark < 2) else cute.arch.clock64())
+    if cutlass.const_expr(facts.timeline) and here:
+        at = work.times + (cutlass.Int64(cta) * MARKS + mark)
+        at.store(cute.arch.globaltimer() if cutlass.const_expr(mark < 2) else cute.arch.clock64())
 
 
 @cute.jit
@@ -303,6 +304,14 @@ def _load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Con
 
 
 @cute.jit
+def _fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr):
+    """One tile of query rows into shared memory by TMA; zeros in the rows that the tile has too many."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * facts.width * ELEMENTS[facts.dtype].width // 8)
+    cute.copy(atom, from_global, to_shared, tma_bar_ptr=full, cache_policy=cutlass.Int64(EVICT_NORMAL))
+
+
+@cute.jit
 def _clear_rows(shared, first, end, thread, facts: cutlass.Constexpr):
     """Zeros in the value columns of a tile's rows outside first..end.  The swizzle stays inside a row's 128 bytes."""
     dtype = ELEMENTS[facts.dtype]
@@ -361,6 +370,8 @@ def _store_part(out, highest, sums, s_sums, work, part, thread, facts: cutlass.C
 def block_attention_kernel(
     tma_atom: cute.CopyAtom,
     tma_tensor: cute.Tensor,  # [page_size, D, pages]
+    query_atom: cute.CopyAtom,
+    query_tensor: cute.Tensor,  # [N * heads, D, B]
     score_mma: cute.TiledMma,
     value_mma: cute.TiledMma,
     queries: Queries,
@@ -375,6 +386,8 @@ def block_attention_kernel(
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp == CONSUMERS // WARP:
         cpasync.prefetch_descriptor(tma_atom)
+        if cutlass.const_expr(facts.fetch_queries):
+            cpasync.prefetch_descriptor(query_atom)
     _mark(work, cta, 0, thread == 0, facts)
     _mark(work, cta, 2, thread == 0, facts)
     lane = cute.arch.lane_idx()
@@ -400,12 +413,16 @@ def block_attention_kernel(
     s_maxima = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(2 * TILE), 16)
     full = allocator.allocate_array(cutlass.Int64, facts.stages)
     empty = allocator.allocate_array(cutlass.Int64, facts.stages)
+    queries_full = allocator.allocate_array(cutlass.Int64, 1)
+    queries_empty = allocator.allocate_array(cutlass.Int64, 1)
     s_values = cute.make_tensor(s_keys.iterator, values_outer)
 
     if thread == 0:
         for stage in cutlass.range_constexpr(facts.stages):
             cute.arch.mbarrier_init(full + stage, 1)
             cute.arch.mbarrier_init(empty + stage, CONSUMERS // WARP)
+        cute.arch.mbarrier_init(queries_full, 1)
+        cute.arch.mbarrier_init(queries_empty, CONSUMERS // WARP)
         cute.arch.mbarrier_init_fence()
     if cutlass.const_expr(facts.early_start):
         cute.arch.griddepcontrol_wait()  # nothing above reads what the kernel before it writes
@@ -416,6 +433,7 @@ def block_attention_kernel(
     total = _total(requests, tiles_end, facts)
     tile, last = _share(total, cta, facts), _share(total, cta + 1, facts)
     done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
+    tiles_of_queries = cutlass.Int32(0)  # since the start
     _mark(work, cta, 3, thread == 0, facts)
     cute.arch.sync_threads()
 
@@ -434,10 +452,17 @@ def block_attention_kernel(
             cute.group_modes(shared_boxes, 0, 2),
             cute.group_modes(global_boxes, 0, 2),
         )
+        queries_to, queries_from = cpasync.tma_partition(
+            query_atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.make_tensor(s_queries.iterator, queries_outer), 0, 2),
+            cute.group_modes(cute.flat_divide(query_tensor, (TILE, facts.width)), 0, 2),
+        )
         while tile < last:
             request, start, tiles = _locate(requests, tile, own, tiles_end, facts)
             first, end = _range(requests, request)
-            begin = (tile - start) % tiles
+            row_tile, begin = (tile - start) // tiles, (tile - start) % tiles
             count = cutlass.min(tiles - begin, last - tile)
             table = requests.page_table + cutlass.Int64(request) * requests.table_stride
             for key_tile in cutlass.range(begin, begin + count, unroll=1):
@@ -448,6 +473,10 @@ def block_attention_kernel(
                     # A page outside the keys is none: its rows are masked, so any page with keys stands for it.
                     known = cutlass.min(cutlass.max(token + box * facts.box, first), end - 1)
                     pages[box] = cutlass.max((table + known // facts.page_size).load(), cutlass.Int32(0))
+                # The first query tile in front of all keys; another one waits for its place, so keys go first.
+                if cutlass.const_expr(facts.fetch_queries) and done == 0:
+                    from_here = queries_from[None, row_tile, 0, request]
+                    _fetch_queries(query_atom, from_here, queries_to, queries_full, facts)
                 if done >= facts.stages:
                     cute.arch.mbarrier_wait(empty + stage, (done // facts.stages - 1) % 2)
                 with cute.arch.elect_one():
@@ -462,8 +491,13 @@ def block_attention_kernel(
                             tma_bar_ptr=full + stage,
                             cache_policy=cutlass.Int64(EVICT_NORMAL),
                         )
+                if cutlass.const_expr(facts.fetch_queries) and done > 0 and key_tile == begin:
+                    cute.arch.mbarrier_wait(queries_empty, (tiles_of_queries - 1) % 2)
+                    from_here = queries_from[None, row_tile, 0, request]
+                    _fetch_queries(query_atom, from_here, queries_to, queries_full, facts)
                 _mark(work, cta, 4, done == 0 and lane == 0, facts)
                 done += 1
+            tiles_of_queries += 1
             tile += count
     else:
         cute.arch.setmaxregister_increase(CONSUME_REGISTERS)
@@ -499,11 +533,14 @@ def block_attention_kernel(
                 unmasked_end = cutlass.min(end, context + row_tile * TILE // facts.heads + 1)
             else:
                 unmasked_end = end
-            _load_queries(queries, raw_queries, request, row_tile, thread, facts)
+            if cutlass.const_expr(facts.fetch_queries):
+                cute.arch.mbarrier_wait(queries_full, tiles_of_queries % 2)
+            else:
+                _load_queries(queries, raw_queries, request, row_tile, thread, facts)
+                cute.arch.fence_proxy("async.shared", space="cta")
             out.fill(0.0)
             highest.fill(-cutlass.Float32.inf)
             sums.fill(0.0)
-            cute.arch.fence_proxy("async.shared", space="cta")
             _barrier(QUERIES)
             _mark(work, cta, 5, done == 0 and thread == 0, facts)
 
@@ -583,6 +620,9 @@ def block_attention_kernel(
                 done += 1
 
             _mark(work, cta, 8, thread == 0, facts)
+            if lane == 0:
+                cute.arch.mbarrier_arrive(queries_empty)
+            tiles_of_queries += 1
             part = cutlass.Int64(cta + request * facts.row_tiles + row_tile)
             _store_part(out, highest, sums, s_maxima, work, part, thread, facts)
             tile += count
@@ -723,6 +763,14 @@ def _load_batch(work, mine, start, count, vectors, facts: cutlass.Constexpr):
 
 
 @cute.jit
+def _tma(tensor, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
+    """Atom and tensor that bring boxes of rows x columns into 128-byte swizzles, a column block behind the other."""
+    outer = cute.make_layout((rows, (SWIZZLE, columns // SWIZZLE)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
+    box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, (rows, columns))
+
+
+@cute.jit
 def _launch(
     queries: Queries,
     latents: Latents,
@@ -734,20 +782,17 @@ def _launch(
     facts: cutlass.Constexpr,
 ):
     dtype = ELEMENTS[facts.dtype]
-    token_stride, page_stride = (cute.assume(stride, divby=CHUNK) for stride in (latents.token_stride, latents.page_stride))
-    pool = cute.make_tensor(
-        latents.values,
-        cute.make_layout(
-            (facts.page_size, (SWIZZLE, facts.width // SWIZZLE), latents.pages),
-            stride=(token_stride, (1, SWIZZLE), page_stride),
-        ),
+    blocks = facts.width // SWIZZLE
+    wide_strides = (latents.token_stride, latents.page_stride, queries.head_stride, queries.batch_stride)
+    token_stride, page_stride, head_stride, batch_stride = (cute.assume(stride, divby=CHUNK) for stride in wide_strides)
+    pool_layout = cute.make_layout(
+        (facts.page_size, (SWIZZLE, blocks), latents.pages), stride=(token_stride, (1, SWIZZLE), page_stride)
     )
-    blocks = facts.box_columns // SWIZZLE
-    box_outer = cute.make_layout((facts.box, (SWIZZLE, blocks)), stride=(SWIZZLE, (1, facts.box * SWIZZLE)))
-    box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, box_outer)
-    tma_atom, tma_tensor = cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), pool, box, (facts.box, facts.box_columns)
+    tma_atom, tma_tensor = _tma(cute.make_tensor(latents.values, pool_layout), facts.box, facts.box_columns)
+    query_layout = cute.make_layout(
+        (facts.queries, (SWIZZLE, blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
     )
+    query_atom, query_tensor = _tma(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
     score_mma, value_mma = (
         cute.make_tiled_mma(
             cute.make_mma_atom(
@@ -759,9 +804,9 @@ def _launch(
         )
         for columns, major in ((facts.keys // 2, OperandMajorMode.K), (facts.latent // 2, OperandMajorMode.MN))
     )
-    block_attention_kernel(tma_atom, tma_tensor, score_mma, value_mma, queries, requests, work, scale, facts).launch(
-        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=facts.early_start
-    )
+    block_attention_kernel(
+        tma_atom, tma_tensor, query_atom, query_tensor, score_mma, value_mma, queries, requests, work, scale, facts
+    ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=facts.early_start)
     merge_kernel(requests, work, out, facts).launch(
         grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
         block=(facts.merge_warps * WARP, 1, 1),
@@ -847,6 +892,10 @@ def block_attention(
         raise ValueError(f"block_attention=cute is built for sm_90a, and this device takes {architecture}; choose triton")
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     choices["timeline"] = times is not None
+    batch_stride, row_stride, head_stride = queries.stride()[:3]
+    if heads == 1:
+        head_stride = row_stride
+    choices.setdefault("fetch_queries", rows == 1 or row_stride == heads * head_stride)
     facts = Facts(queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, **choices)
     slots = ctas + batch * facts.row_tiles
     out = torch.empty(batch, rows, heads, kv_lora_rank, dtype=queries.dtype, device=device)
@@ -863,7 +912,14 @@ def block_attention(
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         arguments = _arguments(
-            facts, addresses, queries.stride()[:3], pool, page_table.stride(0), batch, seen, softmax_scale * LOG2_E
+            facts,
+            addresses,
+            (batch_stride, row_stride, head_stride),
+            pool,
+            page_table.stride(0),
+            batch,
+            seen,
+            softmax_scale * LOG2_E,
         )
         compile_block_attention(facts, architecture)(*arguments, stream)
     return out
