@@ -45,7 +45,7 @@ LATENT_STEP = 128  # of the values of a value row
 MOST_WIDTH = 576  # of a key row: a query tile and the stages fill the shared memory
 LEAST_PEAK = 1e-30  # its reciprocal is finite
 LOG2_E = 1.4426950408889634
-MAXIMA, WEIGHTS, QUERIES = 1, 2, 3  # named barriers; 0 is the whole CTA's
+MAXIMA, WEIGHTS, QUERIES, PRODUCTS = 1, 2, 3, 4  # named barriers; 0 is the whole CTA's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Facts:
     part_dtype: of the parts between the kernels: float32, or float16 relative to the largest value of 256 in a row.
     merge_launch: when CTAs of the merging kernel may start: "after" the attention, at the "end" or at the "start" of its CTAs.
     early_start: CTAs of the attention may start while the kernel before it ends.
+    overlap: a tile's scores are multiplied while the one before it is weighed and gathered.
     fetch_queries: query tiles come by TMA; the rows of a request must have one stride.
     timeline: the kernels write when they reach what ATTENTION_MARKS and MERGE_MARKS name.
     """
@@ -74,6 +75,7 @@ class Facts:
     part_dtype: torch.dtype = torch.float16
     merge_launch: str = "end"
     early_start: bool = False
+    overlap: bool = False
     fetch_queries: bool = True
     timeline: bool = False
 
@@ -88,6 +90,11 @@ class Facts:
     @property
     def stages(self) -> int:
         return STAGED_KEYS // self.keys
+
+    @property
+    def weight_buffers(self) -> int:
+        """Weights of two tiles fit where one takes half of a row."""
+        return SWIZZLE // self.keys
 
     @property
     def box(self) -> int:
@@ -328,10 +335,111 @@ def _clear_rows(shared, first, end, thread, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _store_part(out, highest, sums, s_sums, work, part, thread, facts: cutlass.Constexpr):
+def _multiply_scores(first_mma, mma, scores, queries, keys, stage, facts: cutlass.Constexpr):
+    """Starts queries times the keys of a stage."""
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(facts.width // 16):
+        cute.gemm(mma if k else first_mma, scores, queries[None, None, k], keys[None, None, k, stage], scores)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def _multiply_values(mma, out, weights, values, tile, facts: cutlass.Constexpr):
+    """Starts the weights times the values of the tile-th tile since the start."""
+    warpgroup.fence()
+    steps = facts.keys // 16
+    for k in cutlass.range_constexpr(steps):
+        at = tile % facts.weight_buffers * steps + k
+        cute.gemm(mma, out, weights[None, None, at], values[None, None, k, tile % facts.stages], out)
+    warpgroup.commit_group()
+
+
+class Rows(NamedTuple):
+    """Of a thread's two rows, eight apart: largest score so far, times the scale; the thread's sum of weights; factor of the
+    outputs before the last tile."""
+
+    highest: cute.Tensor
+    sums: cute.Tensor
+    shrink: cute.Tensor
+
+
+class Seen(NamedTuple):
+    """Keys of a request: first, end; end of those that all rows see; ends for a thread's two rows."""
+
+    first: cutlass.Int32
+    end: cutlass.Int32
+    unmasked_end: cutlass.Int32
+    limits: list
+
+
+@cute.jit
+def _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts: cutlass.Constexpr):
+    """Weights of a tile's scores, relative to the rows' largest score, which the warpgroups agree on."""
+    group, column = thread // 128, thread % 4
+    row = thread // WARP % 4 * 16 + thread % WARP // 4  # and row + 8
+    values = cute.size(scores)
+    if token < seen.first or token + facts.keys > seen.unmasked_end:
+        for i in cutlass.range_constexpr(values):
+            key = token + group * (facts.keys // 2) + i // 4 * 8 + column * 2 + i % 2
+            if key < seen.first or key >= seen.limits[i // 2 % 2]:
+                scores[i] = -cutlass.Float32.inf
+    peaks = cute.make_rmem_tensor(2, cutlass.Float32)
+    for i in cutlass.range_constexpr(2):
+        peak = scores[2 * i]
+        for j in cutlass.range_constexpr(values // 4):
+            peak = cute.arch.fmax(peak, cute.arch.fmax(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]))
+        peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
+        peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
+        peaks[i] = peak
+        if column == 0:
+            s_maxima[group * TILE + row + 8 * i] = peak
+    _barrier(MAXIMA)
+    for i in cutlass.range_constexpr(2):
+        other = s_maxima[(1 - group) * TILE + row + 8 * i]
+        new = cute.arch.fmax(rows.highest[i], cute.arch.fmax(peaks[i], other) * scale)
+        base = cutlass.Float32(0.0) if new == -cutlass.Float32.inf else new
+        rows.shrink[i] = cute.math.exp2(rows.highest[i] - base, fastmath=True)
+        rows.highest[i] = new
+        added = cutlass.Float32(0.0)
+        for j in cutlass.range_constexpr(values // 2):
+            at = j // 2 * 4 + 2 * i + j % 2
+            weight = cute.math.exp2(cute.math.fma(scores[at], scale, -base), fastmath=True)
+            added += weight
+            weights[at] = weight.to(ELEMENTS[facts.dtype])
+        rows.sums[i] = rows.sums[i] * rows.shrink[i] + added
+
+
+@cute.jit
+def _hand_over(weights, out, rows, s_weights, s_keys, seen, token, tile, thread, facts: cutlass.Constexpr):
+    """Weights into shared memory, values that no key has out of it, and the outputs so far to the new largest scores."""
+    dtype = ELEMENTS[facts.dtype]
+    group, quad, column = thread // 128, thread % WARP // 4, thread % 4
+    row = thread // WARP % 4 * 16 + quad  # and row + 8
+    own_blocks = facts.keys // 2 // CHUNK
+    first_block = tile % facts.weight_buffers * (facts.keys // CHUNK) + group * own_blocks
+    for j in cutlass.range_constexpr(own_blocks):
+        for i in cutlass.range_constexpr(2):
+            # Eight rows and four lanes a row meet all 32 banks once.
+            to = (row + 8 * i) * SWIZZLE + ((first_block + j) ^ quad) * CHUNK + column * 2
+            pair = cute.make_rmem_tensor(2, dtype)
+            pair[0], pair[1] = weights[4 * j + 2 * i], weights[4 * j + 2 * i + 1]
+            cute.autovec_copy(pair, _place(s_weights.iterator, to, dtype, 2, cute.AddressSpace.smem))
+    if token < seen.first or token + facts.keys > seen.end:
+        # A weight of zero does not undo a NaN or an infinity of what a page holds outside the keys.
+        shared = cute.recast_ptr(s_keys.iterator, dtype=dtype) + tile % facts.stages * facts.keys * facts.width
+        _clear_rows(shared, seen.first - token, seen.end - token, thread, facts)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    if cute.arch.vote_any_sync(rows.shrink[0] != 1.0 or rows.shrink[1] != 1.0):
+        for i in cutlass.range_constexpr(cute.size(out)):
+            out[i] = out[i] * rows.shrink[i // 2 % 2]
+
+
+@cute.jit
+def _store_part(out, rows, s_sums, work, part, thread, facts: cutlass.Constexpr):
     """A thread's values of a part, and the statistics of its two rows."""
     group, own_warp, quad, column = thread // 128, thread // WARP % 4, thread % WARP // 4, thread % 4
     row = own_warp * 16 + quad  # and row + 8
+    sums = rows.sums
     for i in cutlass.range_constexpr(2):
         sums[i] += cute.arch.shuffle_sync_bfly(sums[i], 1)
         sums[i] += cute.arch.shuffle_sync_bfly(sums[i], 2)
@@ -353,7 +461,7 @@ def _store_part(out, highest, sums, s_sums, work, part, thread, facts: cutlass.C
         statistic = cute.make_rmem_tensor(2, cutlass.Float32)  # of a row without a visible key: no weight
         statistic[0], statistic[1] = -cutlass.Float32.inf, cutlass.Float32(0.0)
         if total != 0.0:
-            statistic[0], statistic[1] = highest[i] + cute.math.log2(total), peak / total
+            statistic[0], statistic[1] = rows.highest[i] + cute.math.log2(total), peak / total
         if column == 0:
             at = ((part * 2 + group) * TILE + row + 8 * i) * 2
             cute.autovec_copy(statistic, _place(work.statistics, at, cutlass.Float32, 2, cute.AddressSpace.gmem))
@@ -372,6 +480,7 @@ def block_attention_kernel(
     tma_tensor: cute.Tensor,  # [page_size, D, pages]
     query_atom: cute.CopyAtom,
     query_tensor: cute.Tensor,  # [N * heads, D, B]
+    first_mma: cute.TiledMma,  # of the first 16 columns: does not accumulate
     score_mma: cute.TiledMma,
     value_mma: cute.TiledMma,
     queries: Queries,
@@ -502,8 +611,10 @@ def block_attention_kernel(
     else:
         cute.arch.setmaxregister_increase(CONSUME_REGISTERS)
         group = cute.arch.make_warp_uniform(thread // 128)
-        own_warp, quad, column = warp % 4, lane // 4, lane % 4
-        row = own_warp * 16 + quad  # and row + 8
+        row = warp % 4 * 16 + lane // 4  # and row + 8
+        first_mma.set(warpgroup.Field.ACCUMULATE, False)
+        score_mma.set(warpgroup.Field.ACCUMULATE, True)
+        value_mma.set(warpgroup.Field.ACCUMULATE, True)
         score_slice = score_mma.get_slice(group * 128)
         value_slice = value_mma.get_slice(group * 128)
         f_queries = score_mma.make_fragment_A(score_slice.partition_A(s_queries))
@@ -512,12 +623,9 @@ def block_attention_kernel(
         f_values = value_mma.make_fragment_B(value_slice.partition_B(s_values))
         scores = cute.make_rmem_tensor(score_mma.partition_shape_C((TILE, facts.keys)), cutlass.Float32)
         out = cute.make_rmem_tensor(value_mma.partition_shape_C((TILE, facts.latent)), cutlass.Float32)
-        score_values = cute.size(scores)
-        out_values = cute.size(out)
-        highest = cute.make_rmem_tensor(2, cutlass.Float32)
-        sums = cute.make_rmem_tensor(2, cutlass.Float32)
+        weights = cute.make_rmem_tensor(scores.layout, dtype)
+        rows = Rows(*(cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)))
         raw_queries = cute.recast_ptr(s_queries.iterator, dtype=dtype)
-        half = facts.keys // 2
 
         while tile < last:
             request, start, tiles = _locate(requests, tile, own, tiles_end, facts)
@@ -539,92 +647,67 @@ def block_attention_kernel(
                 _load_queries(queries, raw_queries, request, row_tile, thread, facts)
                 cute.arch.fence_proxy("async.shared", space="cta")
             out.fill(0.0)
-            highest.fill(-cutlass.Float32.inf)
-            sums.fill(0.0)
+            rows.highest.fill(-cutlass.Float32.inf)
+            rows.sums.fill(0.0)
             _barrier(QUERIES)
             _mark(work, cta, 5, done == 0 and thread == 0, facts)
 
-            for key_tile in cutlass.range(begin, begin + count, unroll=1):
-                token = (first // facts.keys + key_tile) * facts.keys
-                stage = done % facts.stages
+            seen = Seen(first, end, unmasked_end, limits)
+            first_token = first // facts.keys * facts.keys
+            if cutlass.const_expr(facts.overlap):
+                token, stage = first_token + begin * facts.keys, done % facts.stages
                 cute.arch.mbarrier_wait(full + stage, (done // facts.stages) % 2)
                 _mark(work, cta, 6, done == 0 and thread == 0, facts)
-
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(facts.width // 16):
-                    score_mma.set(warpgroup.Field.ACCUMULATE, k > 0)
-                    cute.gemm(score_mma, scores, f_queries[None, None, k], f_keys[None, None, k, stage], scores)
-                warpgroup.commit_group()
+                _multiply_scores(first_mma, score_mma, scores, f_queries, f_keys, stage, facts)
                 warpgroup.wait_group(0)
                 _mark(work, cta, 7, done == 0 and thread == 0, facts)
-
-                masked = token < first or token + facts.keys > unmasked_end
-                if masked:
-                    for i in cutlass.range_constexpr(score_values):
-                        key = token + group * half + i // 4 * 8 + column * 2 + i % 2
-                        if key < first or key >= limits[i // 2 % 2]:
-                            scores[i] = -cutlass.Float32.inf
-                peaks = cute.make_rmem_tensor(2, cutlass.Float32)
-                for i in cutlass.range_constexpr(2):
-                    peak = scores[2 * i]
-                    for j in cutlass.range_constexpr(score_values // 4):
-                        peak = cute.arch.fmax(peak, cute.arch.fmax(scores[4 * j + 2 * i], scores[4 * j + 2 * i + 1]))
-                    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
-                    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
-                    peaks[i] = peak
-                    if column == 0:
-                        s_maxima[group * TILE + row + 8 * i] = peak
-                _barrier(MAXIMA)
-
-                shrink = cute.make_rmem_tensor(2, cutlass.Float32)
-                weights = cute.make_rmem_tensor(scores.layout, dtype)
-                for i in cutlass.range_constexpr(2):
-                    other = s_maxima[(1 - group) * TILE + row + 8 * i]
-                    new = cute.arch.fmax(highest[i], cute.arch.fmax(peaks[i], other) * scale)
-                    base = cutlass.Float32(0.0) if new == -cutlass.Float32.inf else new
-                    shrink[i] = cute.math.exp2(highest[i] - base, fastmath=True)
-                    highest[i] = new
-                    added = cutlass.Float32(0.0)
-                    for j in cutlass.range_constexpr(score_values // 2):
-                        at = j // 2 * 4 + 2 * i + j % 2
-                        weight = cute.math.exp2(cute.math.fma(scores[at], scale, -base), fastmath=True)
-                        added += weight
-                        weights[at] = weight.to(dtype)
-                    sums[i] = sums[i] * shrink[i] + added
-                for j in cutlass.range_constexpr(score_values // 4):
-                    for i in cutlass.range_constexpr(2):
-                        # Eight rows and four lanes a row meet all 32 banks once.
-                        block = (group * (half // CHUNK) + j) ^ quad
-                        to = (row + 8 * i) * SWIZZLE + block * CHUNK + column * 2
-                        pair = cute.make_rmem_tensor(2, dtype)
-                        pair[0], pair[1] = weights[4 * j + 2 * i], weights[4 * j + 2 * i + 1]
-                        cute.autovec_copy(pair, _place(s_weights.iterator, to, dtype, 2, cute.AddressSpace.smem))
-                if token < first or token + facts.keys > end:
-                    # A weight of zero does not undo a NaN or an infinity of what a page holds outside the keys.
-                    shared = cute.recast_ptr(s_keys.iterator, dtype=dtype) + stage * facts.keys * facts.width
-                    _clear_rows(shared, first - token, end - token, thread, facts)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                if cute.arch.vote_any_sync(shrink[0] != 1.0 or shrink[1] != 1.0):
-                    for i in cutlass.range_constexpr(out_values):
-                        out[i] = out[i] * shrink[i // 2 % 2]
+                _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts)
+                _hand_over(weights, out, rows, s_weights, s_keys, seen, token, done, thread, facts)
+                for key_tile in cutlass.range(begin + 1, begin + count, unroll=1):
+                    token, before = first_token + key_tile * facts.keys, done
+                    done += 1
+                    stage = done % facts.stages
+                    cute.arch.mbarrier_wait(full + stage, (done // facts.stages) % 2)
+                    _multiply_scores(first_mma, score_mma, scores, f_queries, f_keys, stage, facts)
+                    _barrier(WEIGHTS)
+                    _multiply_values(value_mma, out, f_weights, f_values, before, facts)
+                    warpgroup.wait_group(1)
+                    _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts)
+                    warpgroup.wait_group(0)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(empty + before % facts.stages)
+                    if cutlass.const_expr(facts.weight_buffers == 1):
+                        _barrier(PRODUCTS)
+                    _hand_over(weights, out, rows, s_weights, s_keys, seen, token, done, thread, facts)
                 _barrier(WEIGHTS)
-
-                warpgroup.fence()
-                value_mma.set(warpgroup.Field.ACCUMULATE, True)
-                for k in cutlass.range_constexpr(facts.keys // 16):
-                    cute.gemm(value_mma, out, f_weights[None, None, k], f_values[None, None, k, stage], out)
-                warpgroup.commit_group()
+                _multiply_values(value_mma, out, f_weights, f_values, done, facts)
                 warpgroup.wait_group(0)
                 if lane == 0:
-                    cute.arch.mbarrier_arrive(empty + stage)
+                    cute.arch.mbarrier_arrive(empty + done % facts.stages)
                 done += 1
+            else:
+                for key_tile in cutlass.range(begin, begin + count, unroll=1):
+                    token, stage = first_token + key_tile * facts.keys, done % facts.stages
+                    cute.arch.mbarrier_wait(full + stage, (done // facts.stages) % 2)
+                    _mark(work, cta, 6, done == 0 and thread == 0, facts)
+                    _multiply_scores(first_mma, score_mma, scores, f_queries, f_keys, stage, facts)
+                    warpgroup.wait_group(0)
+                    _mark(work, cta, 7, done == 0 and thread == 0, facts)
+                    _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts)
+                    _hand_over(weights, out, rows, s_weights, s_keys, seen, token, done, thread, facts)
+                    _barrier(WEIGHTS)
+                    _multiply_values(value_mma, out, f_weights, f_values, done, facts)
+                    warpgroup.wait_group(0)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive(empty + stage)
+                    done += 1
 
             _mark(work, cta, 8, thread == 0, facts)
             if lane == 0:
                 cute.arch.mbarrier_arrive(queries_empty)
             tiles_of_queries += 1
             part = cutlass.Int64(cta + request * facts.row_tiles + row_tile)
-            _store_part(out, highest, sums, s_maxima, work, part, thread, facts)
+            _store_part(out, rows, s_maxima, work, part, thread, facts)
             tile += count
         _mark(work, cta, 9, thread == 0, facts)
         _mark(work, cta, 1, thread == 0, facts)
@@ -805,7 +888,7 @@ def _launch(
         for columns, major in ((facts.keys // 2, OperandMajorMode.K), (facts.latent // 2, OperandMajorMode.MN))
     )
     block_attention_kernel(
-        tma_atom, tma_tensor, query_atom, query_tensor, score_mma, value_mma, queries, requests, work, scale, facts
+        tma_atom, tma_tensor, query_atom, query_tensor, score_mma, score_mma, value_mma, queries, requests, work, scale, facts
     ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=facts.early_start)
     merge_kernel(requests, work, out, facts).launch(
         grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
