@@ -32,17 +32,20 @@ VARIANTS = {  # facts of a build that differ from the defaults; dtypes by name
     "early start": {"early_start": True},
     "merge at start": {"merge_launch": "start"},
     "merge after": {"merge_launch": "after"},
+    "merge in half an SM": {"merge_room": 112 * 1024},
     "float32 parts": {"part_dtype": "float32"},
     "queries by threads": {"fetch_queries": False},
     "32 keys": {"keys": 32},
-    "32 keys, early start": {"keys": 32, "early_start": True},
+    "32 keys, overlap": {"keys": 32, "overlap": True},
+    "overlap": {"overlap": True},
 }
-CHECKS_OF_ALL = ("seq 2055", "ragged, dummies", "many requests", "beyond one tile a CTA")  # the default passes all cases
+VARIANTS_OF_64_HEADS = ("default", "32 keys, overlap", "overlap")
+DRAWN = ("default", "32 keys, overlap")
 
 
 @dataclass(frozen=True)
 class Case:
-    """seq_lens: keys of each request, block rows with them."""
+    """seq_lens: keys of each request, block rows with them; scale: of the latents; the queries' undoes it for the scores."""
 
     name: str
     seq_lens: tuple[int, ...]
@@ -52,6 +55,7 @@ class Case:
     window: int | None = None
     dtype: str = "bfloat16"
     page_major: bool = False
+    scale: float = 1.0
     timed: bool = False
 
 
@@ -61,6 +65,7 @@ def cases() -> list[Case]:
         Case("ragged, dummies", (0, 100, 2055, 0, 7)),
         Case("many requests", tuple(range(0, 3000, 41))),
         Case("beyond one tile a CTA", (40000, 3, 131)),
+        Case("large values", (2055, 70), scale=1e6),
         Case("window", (2055, 300, 20), window=100),
         Case("64 heads", (2055, 0, 70), heads=64),
         Case("page 128, causal, page major", (2055, 9, 64), page_size=128, causal=True, page_major=True),
@@ -74,14 +79,17 @@ def cases() -> list[Case]:
 
 
 def jobs() -> list[dict]:
-    """In the order of running: all cases with the default, some with each variant; then times and timelines by shape."""
-    small = [case.name for case in cases() if not case.timed]
-    wanted = [("check", name, ["default"]) for name in small]
-    wanted += [("check", name, [variant]) for variant in list(VARIANTS)[1:] for name in CHECKS_OF_ALL]
+    """In the order of running: checks, those that need another build with few variants; then times and timelines by shape."""
+    wanted = []
+    for variant, facts in VARIANTS.items():
+        for case in cases():
+            other_build = case.page_size != 32 or (case.heads != 8 and variant not in VARIANTS_OF_64_HEADS)
+            if not case.timed and not (facts and other_build):
+                wanted.append(("check", case.name, [variant]))
     for case in cases():
         if case.timed:
-            few = ["default", "early start", "merge after"] if case.heads != 8 else list(VARIANTS)
-            wanted += [("time", case.name, few), ("timeline", case.name, ["default"])]
+            wanted.append(("time", case.name, list(VARIANTS if case.heads == 8 else VARIANTS_OF_64_HEADS)))
+            wanted += [("timeline", case.name, [variant]) for variant in DRAWN]
     return [{"kind": kind, "case": case, "variants": variants} for kind, case, variants in wanted]
 
 
@@ -104,7 +112,7 @@ def make_inputs(case: Case, device: str, seed: int = 0, poison: bool = True) -> 
     used = [math.ceil(length / case.page_size) for length in case.seq_lens]
     batch, columns, total = len(used), max(max(used), 1) + 2, sum(used) + 3
     shape = (total, 2, case.page_size, WIDTH) if case.page_major else (total, case.page_size, WIDTH)
-    storage = torch.empty(shape, dtype=dtype, device=device).normal_(generator=draw)
+    storage = torch.empty(shape, dtype=dtype, device=device).normal_(generator=draw).mul_(case.scale)
     latents = storage[:, 1] if case.page_major else storage
     order = torch.randperm(total, generator=draw, device=device).int()
     table = torch.full((batch, columns), 2**31 - 1, dtype=torch.int32, device=device)
@@ -120,7 +128,7 @@ def make_inputs(case: Case, device: str, seed: int = 0, poison: bool = True) -> 
             index = torch.arange(start, end, device=device)
             alive[table[request, index // case.page_size].long(), index % case.page_size] = True
         latents[~alive] = float("nan")
-    queries = 3 * torch.randn(batch, BLOCK, case.heads, WIDTH, generator=draw, device=device)
+    queries = 3 / case.scale * torch.randn(batch, BLOCK, case.heads, WIDTH, generator=draw, device=device)
     return Inputs(queries.to(dtype), latents, table, context_lens, seq_lens)
 
 
@@ -191,7 +199,7 @@ def check(case: Case, variants: list[str]) -> dict:
     kept[-1].fill_(float("nan"))
     graph.replay()
     same["graph"] = torch.equal(kept[-1], out)
-    bound = 4e-3 if case.dtype == "bfloat16" else 1e-3
+    bound = 2.2e-3 if case.dtype == "bfloat16" else 4e-4  # the rounding of weights and outputs alone: 1.8e-3 and 2.2e-4
     passed = mean < bound and largest < 4 * bound and all(same.values())
     return {"passed": bool(passed), "largest": largest, "mean": mean, **same}
 
@@ -353,7 +361,7 @@ def show(result: dict) -> dict:
     elif "attention" in result:
         for kernel in ("attention", "merge"):
             shown = (f"{mark} {'/'.join(map(str, us)) if isinstance(us, list) else us}" for mark, us in result[kernel].items())
-            print(f"  {kernel} (median/largest us): {', '.join(shown)}", flush=True)
+            print(f"  {job['variants'][0]}: {kernel} (median/largest us): {', '.join(shown)}", flush=True)
     elif "mean" in result:
         print(
             f"{name} {job['variants'][0]:24} {'right' if result['passed'] else 'WRONG'}  mean {result['mean']:.2e} "

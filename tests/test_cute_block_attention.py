@@ -23,7 +23,7 @@ for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132),
     Facts(torch.float16, 128, 192, 16, 64, 128, True, 132),
     Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, merge_launch="after"),
-    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, keys=32, early_start=True),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, keys=32, overlap=True, early_start=True),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, part_dtype=torch.float32, fetch_queries=False, timeline=True),
 ):
     compiled = compile_block_attention(facts, "sm_90a")
@@ -59,7 +59,7 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    wanted = ((576, 4, 4, 1), (192, 4, 3, 1), (320, 4, 4 * 5 + 2, 0), (576, 2, 3, 2), (576, 4, 2, 1))
+    wanted = ((576, 4, 4, 1), (192, 4, 3, 1), (320, 4, 4 * 5 + 2, 0), (576, 4, 3, 2), (576, 4, 2, 1))
     for result, (width, values, boxes, waits) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
         assert result["scores"] == width // 16

@@ -37,7 +37,6 @@ CHUNK = 8  # 16-bit values in 16 bytes
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
 MERGE_ROWS = 16  # of a CTA: those of one warp's vectors
 MERGE_BATCH = 9  # vectors in flight of a thread: all of them, where 16 warps share 132 parts
-LARGEST_CARVEOUT = 100  # percent: as the attention leaves it, so that no SM drains to change it
 MARKS = 10  # of a CTA, see Facts.timeline
 EVICT_NORMAL = 0x1000000000000000  # cache policy of the fetches: row tiles of one request read the same keys
 NO_WINDOW = 2**31 - 1
@@ -55,8 +54,11 @@ class Facts:
     dtype: of queries, latents and out; latent: values of a value row; width: values of a key row; rows: of the block; heads;
     page_size; causal; ctas: that share the list of tiles.
     keys: of a tile, 32 or 64.
-    part_dtype: of the parts between the kernels: float32, or float16 relative to the largest value of 256 in a row.
+    part_dtype: of the parts between the kernels: float32, or float16 relative to the largest value of half a row, which is
+    off by at most 2**-11 of itself or 2**-25 of that largest one.
     merge_launch: when CTAs of the merging kernel may start: "after" the attention, at the "end" or at the "start" of its CTAs.
+    merge_room: bytes of shared memory that a merging CTA asks for, None: what it needs.  With half of an SM's the split between
+    shared memory and L1 cache stays as the attention needs it.
     early_start: CTAs of the attention may start while the kernel before it ends.
     overlap: a tile's scores are multiplied while the one before it is weighed and gathered.
     fetch_queries: query tiles come by TMA; the rows of a request must have one stride.
@@ -74,6 +76,7 @@ class Facts:
     keys: int = 64
     part_dtype: torch.dtype = torch.float16
     merge_launch: str = "end"
+    merge_room: int | None = None
     early_start: bool = False
     overlap: bool = False
     fetch_queries: bool = True
@@ -895,7 +898,7 @@ def _launch(
         block=(facts.merge_warps * WARP, 1, 1),
         stream=stream,
         use_pdl=facts.merge_launch != "after",
-        preferred_smem_carveout=LARGEST_CARVEOUT,
+        smem=facts.merge_room,
     )
 
 
