@@ -59,10 +59,10 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    wanted = ((576, 4, 4, 1), (192, 4, 3, 1), (320, 4, 4 * 5 + 2, 0), (576, 4, 3, 2), (576, 4, 2, 1))
-    for result, (width, values, boxes, waits) in zip(results, wanted, strict=True):
+    wanted = ((576, 1, 4, 4, 1), (192, 1, 4, 3, 1), (320, 1, 4, 4 * 5 + 2, 0), (576, 2, 4, 3, 2), (576, 1, 4, 2, 1))
+    for result, (width, copies, values, boxes, waits) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
-        assert result["scores"] == width // 16
+        assert result["scores"] == copies * width // 16
         assert result["values"] == values
         assert result["boxes"] == boxes
         assert not result["spilled"]
@@ -97,7 +97,8 @@ def test_the_float64_answer_is_the_torch_reference(case):
     inputs.page_table.masked_fill_(inputs.page_table == 2**31 - 1, 0)
     options = {"kv_lora_rank": BENCH.LATENT, "softmax_scale": BENCH.WIDTH**-0.5, "causal": case.causal}
     reference = block_attention(*inputs.arguments(), **options, max_seq_len=max(case.seq_lens))
-    torch.testing.assert_close(BENCH.expected(case, inputs).to(reference.dtype), reference, rtol=1e-2, atol=1e-2)
+    expected = BENCH.expected(case, inputs).to(reference.dtype)
+    torch.testing.assert_close(expected, reference, rtol=1e-2, atol=1e-2 * case.scale)
 
 
 @pytest.mark.parametrize(

@@ -413,8 +413,8 @@ def _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts: c
 
 
 @cute.jit
-def _hand_over(weights, out, rows, s_weights, s_keys, seen, token, tile, thread, facts: cutlass.Constexpr):
-    """Weights into shared memory, values that no key has out of it, and the outputs so far to the new largest scores."""
+def _hand_over(weights, s_weights, s_keys, seen, token, tile, thread, facts: cutlass.Constexpr):
+    """Weights into shared memory, and what no key has as a value out of it."""
     dtype = ELEMENTS[facts.dtype]
     group, quad, column = thread // 128, thread % WARP // 4, thread % 4
     row = thread // WARP % 4 * 16 + quad  # and row + 8
@@ -432,6 +432,11 @@ def _hand_over(weights, out, rows, s_weights, s_keys, seen, token, tile, thread,
         shared = cute.recast_ptr(s_keys.iterator, dtype=dtype) + tile % facts.stages * facts.keys * facts.width
         _clear_rows(shared, seen.first - token, seen.end - token, thread, facts)
     cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@cute.jit
+def _rescale(out, rows):
+    """The outputs so far, relative to the rows' new largest scores."""
     if cute.arch.vote_any_sync(rows.shrink[0] != 1.0 or rows.shrink[1] != 1.0):
         for i in cutlass.range_constexpr(cute.size(out)):
             out[i] = out[i] * rows.shrink[i // 2 % 2]
@@ -665,7 +670,8 @@ def block_attention_kernel(
                 warpgroup.wait_group(0)
                 _mark(work, cta, 7, done == 0 and thread == 0, facts)
                 _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts)
-                _hand_over(weights, out, rows, s_weights, s_keys, seen, token, done, thread, facts)
+                _hand_over(weights, s_weights, s_keys, seen, token, done, thread, facts)
+                _rescale(out, rows)
                 for key_tile in cutlass.range(begin + 1, begin + count, unroll=1):
                     token, before = first_token + key_tile * facts.keys, done
                     done += 1
@@ -676,12 +682,15 @@ def block_attention_kernel(
                     _multiply_values(value_mma, out, f_weights, f_values, before, facts)
                     warpgroup.wait_group(1)
                     _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts)
+                    if cutlass.const_expr(facts.weight_buffers > 1):
+                        _hand_over(weights, s_weights, s_keys, seen, token, done, thread, facts)
                     warpgroup.wait_group(0)
                     if lane == 0:
                         cute.arch.mbarrier_arrive(empty + before % facts.stages)
                     if cutlass.const_expr(facts.weight_buffers == 1):
-                        _barrier(PRODUCTS)
-                    _hand_over(weights, out, rows, s_weights, s_keys, seen, token, done, thread, facts)
+                        _barrier(PRODUCTS)  # neither warpgroup reads the last tile's weights any more
+                        _hand_over(weights, s_weights, s_keys, seen, token, done, thread, facts)
+                    _rescale(out, rows)
                 _barrier(WEIGHTS)
                 _multiply_values(value_mma, out, f_weights, f_values, done, facts)
                 warpgroup.wait_group(0)
@@ -697,7 +706,8 @@ def block_attention_kernel(
                     warpgroup.wait_group(0)
                     _mark(work, cta, 7, done == 0 and thread == 0, facts)
                     _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts)
-                    _hand_over(weights, out, rows, s_weights, s_keys, seen, token, done, thread, facts)
+                    _hand_over(weights, s_weights, s_keys, seen, token, done, thread, facts)
+                    _rescale(out, rows)
                     _barrier(WEIGHTS)
                     _multiply_values(value_mma, out, f_weights, f_values, done, facts)
                     warpgroup.wait_group(0)
@@ -963,7 +973,8 @@ def block_attention(
 
     queries: [B, N, heads, D], bfloat16 or float16; latents: [pages, page_size, D] of the same dtype; page_table: int32 [B, P];
     context_lens, seq_lens: int64 [B]; rows at or past seq_lens[b], and below context_lens[b] - window, have no influence.
-    times: int64 [132 + B * row tiles * C / 4, MARKS] of zeros, which a build with a timeline fills; choices: other facts of it.
+    times: a timeline, int64 [multiprocessors + B * row tiles * C / 4, MARKS] of zeros, with float16 parts; choices: other facts of
+    the build.
     Returns [B, N, heads, kv_lora_rank].
 
     Raises:
@@ -981,7 +992,7 @@ def block_attention(
     batch_stride, row_stride, head_stride = queries.stride()[:3]
     if heads == 1:
         head_stride = row_stride
-    choices.setdefault("fetch_queries", rows == 1 or row_stride == heads * head_stride)
+    choices["fetch_queries"] = choices.get("fetch_queries", True) and (rows == 1 or row_stride == heads * head_stride)
     facts = Facts(queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, **choices)
     slots = ctas + batch * facts.row_tiles
     out = torch.empty(batch, rows, heads, kv_lora_rank, dtype=queries.dtype, device=device)
