@@ -973,8 +973,8 @@ def block_attention(
 
     queries: [B, N, heads, D], bfloat16 or float16; latents: [pages, page_size, D] of the same dtype; page_table: int32 [B, P];
     context_lens, seq_lens: int64 [B]; rows at or past seq_lens[b], and below context_lens[b] - window, have no influence.
-    times: a timeline, int64 [multiprocessors + B * row tiles * C / 4, MARKS] of zeros, with float16 parts; choices: other facts of
-    the build.
+    times: a timeline, int64 [multiprocessors + B * row tiles * C / 4, MARKS] of zeros, with float16 parts; choices: facts of
+    the build beside the shape.
     Returns [B, N, heads, kv_lora_rank].
 
     Raises:
