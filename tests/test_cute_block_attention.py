@@ -22,7 +22,9 @@ results = []
 for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132),
     Facts(torch.float16, 128, 192, 16, 64, 128, True, 132),
-    Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, early_merge=False),
+    Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, merge_launch="after"),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, keys=32, overlap=True, early_start=True),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, part_dtype=torch.float32, fetch_queries=False, timeline=True),
 ):
     compiled = compile_block_attention(facts, "sm_90a")
     machine_code, ptx = compiled.__cubin__, compiled.__ptx__
@@ -31,11 +33,11 @@ for facts in (
             "magic": machine_code[:4].hex(),
             "machine": int.from_bytes(machine_code[18:20], "little"),
             "target": re.search(r"\.target (\w+)", ptx)[1],
-            "scores": ptx.count("wgmma.mma_async.sync.aligned.m64n32k16.f32"),
+            "scores": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{facts.keys // 2}k16.f32"),
             "values": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{facts.latent // 2}k16.f32"),
             "boxes": ptx.count("cp.async.bulk.tensor.4d.shared"),
             "spilled": ".local" in ptx,
-            "early": "griddepcontrol.wait" in ptx,
+            "waits": ptx.count("griddepcontrol.wait"),
         }
     )
 print(json.dumps(results))
@@ -57,13 +59,14 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    for result, (width, boxes, early) in zip(results, ((576, 2, True), (192, 1, True), (320, 4 * 5, False)), strict=True):
+    wanted = ((576, 1, 4, 4, 1), (192, 1, 4, 3, 1), (320, 1, 4, 4 * 5 + 2, 0), (576, 2, 4, 3, 2), (576, 1, 4, 2, 1))
+    for result, (width, copies, values, boxes, waits) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
-        assert result["scores"] == width // 16
-        assert result["values"] == 4
+        assert result["scores"] == copies * width // 16
+        assert result["values"] == values
         assert result["boxes"] == boxes
         assert not result["spilled"]
-        assert result["early"] is early
+        assert result["waits"] == waits
 
 
 def bench():
@@ -80,7 +83,7 @@ BENCH = bench()
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [case for case in BENCH.cases() if not case.timed], ids=lambda case: case.name)
 def test_agrees_with_float64_and_repeats_its_bits(case):
-    result = BENCH.check(case)
+    result = BENCH.check(case, ["default"])
     assert result["passed"], result
 
 
@@ -94,7 +97,8 @@ def test_the_float64_answer_is_the_torch_reference(case):
     inputs.page_table.masked_fill_(inputs.page_table == 2**31 - 1, 0)
     options = {"kv_lora_rank": BENCH.LATENT, "softmax_scale": BENCH.WIDTH**-0.5, "causal": case.causal}
     reference = block_attention(*inputs.arguments(), **options, max_seq_len=max(case.seq_lens))
-    torch.testing.assert_close(BENCH.expected(case, inputs).to(reference.dtype), reference, rtol=1e-2, atol=1e-2)
+    expected = BENCH.expected(case, inputs).to(reference.dtype)
+    torch.testing.assert_close(expected, reference, rtol=1e-2, atol=1e-2 * case.scale)
 
 
 @pytest.mark.parametrize(
