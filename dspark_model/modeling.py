@@ -41,8 +41,9 @@ PLAIN_PATHS = BlockPaths()
 class BlockContext:
     """What the layers of one block decode share.
 
-    layer_views: L tensors [pages, page_size, D]; page_table: int32 [B, P]; context_lens: int64 [B]; rows: the block's own
-    rows; cos_sin: float32 [B, N, r] for them; max_seq_len: host bound on rows.seq_lens.
+    layer_views: L tensors [pages, page_size, D]; page_table: int32 [B, P], or the table of all slots with slots int64 [B],
+    each request's row of it, -1 for dummy rows; context_lens: int64 [B]; rows: the block's own rows; cos_sin: float32
+    [B, N, r] for them; max_seq_len: host bound on rows.seq_lens.
     """
 
     layer_views: Sequence[torch.Tensor]
@@ -51,6 +52,7 @@ class BlockContext:
     rows: BlockRows
     cos_sin: torch.Tensor
     max_seq_len: int
+    slots: torch.Tensor | None = None
     paths: BlockPaths = PLAIN_PATHS
 
 
@@ -99,6 +101,7 @@ class DrafterLayer(nn.Module):
             max_seq_len=context.max_seq_len,
             causal=self.config.is_causal,
             backend=context.paths.attention,
+            slots=context.slots,
         )
 
     def write_latents_and_query(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:

@@ -272,12 +272,13 @@ class StepRun:
 
     def _decode(self, rows: StepRows, drafted: torch.Tensor | None) -> tuple[BlockDraft, torch.Tensor | None]:
         model, pool, fused = self._model, self._pool, self._paths.fused_prologue
-        slots = self._slots.clamp(min=0)
+        slots = self._slots
         if drafted is not None:
             rows, slots = rows.select(drafted), slots[drafted]
         block = BlockContext(
             layer_views=pool.layer_views,
-            page_table=pool.page_table[slots],
+            page_table=pool.page_table,
+            slots=slots,
             context_lens=rows.context_lens,
             rows=rows.block,
             cos_sin=rows.cos_sin,
