@@ -564,8 +564,8 @@ MUTANTS = (
     ),
     Mutant(
         "reference_takes_the_request_for_its_slot", "dspark_model/ops/block_attention.py",
-        "page_table = page_table[slots.clamp(min=0)]",
-        "page_table = page_table[: len(slots)]",
+        "page_table = page_table[slots.clamp(min=0)]  # what",
+        "page_table = page_table[: len(slots)]  # what",
         "ops/test_block_attention.py::test_table_of_all_slots",
     ),
     Mutant(
