@@ -26,11 +26,6 @@ class ContextLatents:
         packed = isinstance(attentions[0].kv_a_proj_with_mqa, PackedLinear)
         self._weight = ops.pack_weight(joined) if packed else joined
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The joined projections [L * D, hidden]."""
-        return self._weight
-
     def __call__(
         self, context: torch.Tensor, cos_sin: torch.Tensor, backend: str = "torch", low_m: LowMPath | None = None
     ) -> torch.Tensor:

@@ -117,11 +117,6 @@ class MLAAttention(nn.Module):
         return self._kv_b_per_head[:, self.config.qk_nope_head_dim :]
 
     @property
-    def joined_qkv_a(self) -> torch.Tensor | None:
-        """`qkv_a_weight`, or None before `merge_qkv_a`."""
-        return self._qkv_a_weight
-
-    @property
     def qkv_a_weight(self) -> torch.Tensor:
         """Rows of q_a_proj, then of kv_a_proj_with_mqa, after `merge_qkv_a`: [q_lora_rank + D, hidden]."""
         if self._qkv_a_weight is None:

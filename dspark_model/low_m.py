@@ -6,16 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dspark_model import ops
-from dspark_model.ops import ChainWorkspace, L2Pieces, LowMProduct, LowMWorkspace
+from dspark_model.ops import ChainWorkspace, LowMProduct, LowMWorkspace
 
 if TYPE_CHECKING:
     from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
 
 MAX_ROWS = 128
-# Of later weights, asked for while a product still runs: what L2 (50 MB on an H200) holds beside the current ones.
-AHEAD_BYTES = 16 << 20
-# A context that attention reads between two products, from which on it would displace what was asked for.
-LONG_CONTEXT_BYTES = 16 << 20
 
 
 class LowMPath:
@@ -25,31 +21,25 @@ class LowMPath:
     the programs of the chain meet.  It serves one step at a time.
     """
 
-    def __init__(self, model: "MLADSparkForCausalLM", context_weight: torch.Tensor):
-        """context_weight: the latent projections of all layers as one matrix.  To be made after `merge_qkv_a`, if that is
-        called: weights that have moved since are not asked for ahead."""
-        self._vocab_size, self._bytes_per_row = model.config.vocab_size, model.config.latent_dim * model.dtype.itemsize
+    def __init__(self, model: "MLADSparkForCausalLM"):
+        self._vocab_size = model.config.vocab_size
         products = _products(model)
         self._main = LowMWorkspace.for_products(model.device, products)
         self._side = LowMWorkspace.for_products(model.device, products)
         self._chains: dict[tuple[int, int], ChainWorkspace] = {}
-        can_prefetch = model.device.type == "cuda" and torch.cuda.get_device_capability(model.device) >= (9, 0)
-        self._ahead = {near: _pieces(model, context_weight, near) if can_prefetch else {} for near in (True, False)}
 
     @staticmethod
     def takes(rows: int) -> bool:
         """Whether products of so many rows are made here; torch's own are for the others."""
         return rows <= MAX_ROWS
 
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, *, on_side: bool = False, near: bool = True, **options
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, on_side: bool = False, **options) -> torch.Tensor:
         """`ops.low_m_linear` of x [..., K], a residual [..., N] among the options: [..., N].  on_side: with the workspace of
-        what may run on the second stream; near: attention reads a context that leaves later weights in L2."""
+        what may run on the second stream."""
         if "residual" in options:
             options["residual"] = options["residual"].flatten(0, -2)
-        workspace, pieces = self._side if on_side else self._main, self._ahead[near].get(_key(weight))
-        out = ops.low_m_linear(x.flatten(0, -2), weight, backend="triton", workspace=workspace, pieces=pieces, **options)
+        workspace = self._side if on_side else self._main
+        out = ops.low_m_linear(x.flatten(0, -2), weight, backend="triton", workspace=workspace, **options)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def chain_workspace(self, batch: int, drafts: int, markov_w2: torch.Tensor | None) -> ChainWorkspace | None:
@@ -68,16 +58,9 @@ class LowMPath:
         attended = layer.attend(self.write_latents_and_query(layer, x, layer_view, context), layer_view, context)
         values = attended.new_empty((*attended.shape[:-1], attn.config.v_head_dim))
         ops.per_head_product(attended, attn.value_weights.transpose(1, 2), out=values, backend="triton")
-        near = self._is_near(context)
-        h = self.linear(values.flatten(-2), attn.o_proj.weight, near=near, residual=x)
-        gated = self.linear(
-            h, mlp.gate_proj.weight, near=near, up_weight=mlp.up_proj.weight, norm_weight=norm.weight, eps=norm.eps
-        )
-        return self.linear(gated, mlp.down_proj.weight, near=near, residual=h)
-
-    def _is_near(self, context: "BlockContext") -> bool:
-        rows = context.page_table.shape[0] * context.max_seq_len
-        return rows * self._bytes_per_row <= LONG_CONTEXT_BYTES
+        h = self.linear(values.flatten(-2), attn.o_proj.weight, residual=x)
+        gated = self.linear(h, mlp.gate_proj.weight, up_weight=mlp.up_proj.weight, norm_weight=norm.weight, eps=norm.eps)
+        return self.linear(gated, mlp.down_proj.weight, residual=h)
 
     def write_latents_and_query(
         self, layer: "DrafterLayer", x: torch.Tensor, layer_view: torch.Tensor, context: "BlockContext"
@@ -85,19 +68,17 @@ class LowMPath:
         """`DrafterLayer.write_latents_and_query` of rows x that are not normed yet."""
         attn, paths = layer.self_attn, context.paths
         norm = {"norm_weight": layer.input_layernorm.weight, "eps": layer.input_layernorm.eps}
-        near = self._is_near(context)
         q_a = kv = None
         if paths.merged_qkv_a:
-            qkv = self.linear(x, attn.qkv_a_weight, near=near, **norm)
-            q_a, kv = qkv.split((attn.config.q_lora_rank, attn.config.latent_dim), -1)
+            q_a, kv = self.linear(x, attn.qkv_a_weight, **norm).split((attn.config.q_lora_rank, attn.config.latent_dim), -1)
         with nullcontext() if paths.side is None else paths.side.fork():
             if kv is None:
-                kv = self.linear(x, attn.kv_a_proj_with_mqa.weight, on_side=True, near=near, **norm)
+                kv = self.linear(x, attn.kv_a_proj_with_mqa.weight, on_side=True, **norm)
             layer.write_latents(kv, layer_view, context)
         if q_a is None:
-            q_a = self.linear(x, attn.q_a_proj.weight, near=near, **norm)
+            q_a = self.linear(x, attn.q_a_proj.weight, **norm)
         q_norm = attn.q_a_layernorm
-        q = self.linear(q_a, attn.q_b_proj.weight, near=near, norm_weight=q_norm.weight, eps=q_norm.eps)
+        q = self.linear(q_a, attn.q_b_proj.weight, norm_weight=q_norm.weight, eps=q_norm.eps)
         q = q.unflatten(-1, (attn.config.num_attention_heads, attn.config.qk_head_dim))
         queries = ops.absorb_queries(q, attn.key_weights, context.cos_sin, backend="triton")
         if paths.side is not None:
@@ -122,28 +103,3 @@ def _products(model: "MLADSparkForCausalLM") -> list[LowMProduct]:
     ]
     products = [LowMProduct(MAX_ROWS, out, inner, dtype) for out, inner in sizes]
     return [*products, LowMProduct(MAX_ROWS, config.intermediate_size, hidden, dtype, gate_up=True)]
-
-
-def _key(weight: torch.Tensor) -> tuple[int, int]:
-    """A weight by its place: joined weights begin where the first of them does."""
-    return weight.data_ptr(), weight.shape[0]
-
-
-def _pieces(model: "MLADSparkForCausalLM", context_weight: torch.Tensor, near: bool) -> dict[tuple[int, int], L2Pieces]:
-    """For each product of a step, by its weight, what it asks for ahead: the weights of the products behind it, and with `near`
-    also of those behind attention."""
-    stretches: list[list[list[torch.Tensor]]] = [[[model.context_proj.weight], [context_weight]]]
-    for layer in model.layers:
-        attn, mlp = layer.self_attn, layer.mlp
-        joined = attn.joined_qkv_a
-        first = [[attn.kv_a_proj_with_mqa.weight], [attn.q_a_proj.weight]] if joined is None else [[joined]]
-        stretches[-1] += [*first, [attn.q_b_proj.weight]]
-        if not near:
-            stretches.append([])
-        stretches[-1] += [[attn.o_proj.weight], [mlp.gate_proj.weight, mlp.up_proj.weight], [mlp.down_proj.weight]]
-    stretches[-1].append([model.lm_head])
-    return {
-        _key(launch[0]): pieces
-        for launches in stretches
-        for launch, pieces in zip(launches, ops.l2_pieces_ahead(launches, AHEAD_BYTES), strict=True)
-    }

@@ -90,9 +90,9 @@ class DFlashWorker:
         )
         self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
         self._context_latents = ContextLatents(model)
+        self._low_m = LowMPath(model) if self._may_take(Gemm.LOW_M) else None
         if self.resolved.takes("merged_qkv_a"):
             model.merge_qkv_a()
-        self._low_m = LowMPath(model, self._context_latents.weight) if self._may_take(Gemm.LOW_M) else None
         # Captured steps read the weights where they lie now; a later worker on this model may move them.
         self._weights = [parameter.detach() for parameter in model.parameters()]
         self._side = SideStream(model.device)

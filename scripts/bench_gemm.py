@@ -2,8 +2,9 @@
 """Time products with few rows on a GPU, at the shapes of one Kimi K3 rank (TP8), under graph replay.
 
 usage: bench_gemm.py [--out FOLDER] [--workers N]
-Each variant is first held to float64 within its bound; one that fails or is wrong is reported and not timed.  Variants take
-turns within a round, weights rotate past L2; medians over rounds.  Kernels are compiled ahead in N processes.
+Each product is first held to float64 within its bound, each chain of products to the plain one; what fails or is wrong is
+reported and not timed.  Variants take turns within a round, weights rotate past L2; medians over rounds.  Kernels are compiled
+ahead in N processes.
 Writes bench_gemm.json.
 """
 
@@ -18,17 +19,14 @@ import torch
 
 from dspark_model.bench.gemm_cases import (
     CASES,
-    CHAIN_ROWS,
+    ROW_COUNTS,
     Result,
     case_results,
     chain_results,
     compile_ahead,
-    kernels_of,
     make_workspace,
 )
 from dspark_model.bench.timing import machine
-
-MORE_ROWS = {"qkv_a": (64, 128), "down": (64,)}
 
 
 def main() -> int:
@@ -46,19 +44,10 @@ def main() -> int:
     return 1 if any(result.failure for result in results) else 0
 
 
-def row_counts(name: str) -> tuple[int, ...]:
-    return (8, 32, *MORE_ROWS.get(name, ()))
-
-
 def compile_all(workers: int) -> None:
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    """The chain's kernels are those of its cases."""
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        jobs = []
-        for index, case in enumerate(CASES):
-            for rows in row_counts(case.name):
-                kernels = kernels_of(case, rows, processors, alone=True)
-                # Two a job: processes share the work evenly, and each job makes its operands once.
-                jobs += [pool.submit(compile_ahead, index, rows, kernels[at : at + 2]) for at in range(0, len(kernels), 2)]
+        jobs = [pool.submit(compile_ahead, case, rows) for case in CASES for rows in ROW_COUNTS]
         for job in jobs:
             if job.exception() is not None:
                 print(f"ahead of time: {job.exception()}", flush=True)
@@ -70,11 +59,11 @@ def measure() -> list[Result]:
     torch.manual_seed(0)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     workspace, results = make_workspace("cuda"), []
-    for rows in CHAIN_ROWS:
+    for rows in ROW_COUNTS:
         results += show(chain_results(rows, workspace, processors))
         torch.cuda.empty_cache()
     for case in CASES:
-        for rows in row_counts(case.name):
+        for rows in ROW_COUNTS:
             results += show(case_results(case, rows, workspace, processors))
         torch.cuda.empty_cache()
     print("\n".join(["", "best:", *best(results)]), flush=True)

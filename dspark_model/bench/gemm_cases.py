@@ -11,15 +11,14 @@ from torch.nn.functional import linear, silu
 
 from dspark_model import ops
 from dspark_model.bench.timing import Timing, capture, time_interleaved
-from dspark_model.ops import L2Pieces, LowMTile, LowMWorkspace, l2_pieces_ahead, l2_prefetch, low_m_linear, low_m_tile
-from dspark_model.ops.low_m_linear import low_m_splits
+from dspark_model.ops import LowMTile, LowMWorkspace, low_m_linear, low_m_tile
 
 COPY_RATE = 4.3e12  # bytes a second, what large reads reach on an H200
 PAST_L2 = 300 << 20  # bytes of weights in rotation
 SAMPLE_US = 2000  # what one timed sample should last at least
 EPS = 1e-5
 LAYERS = 5
-CHAIN_ROWS = (8, 32)
+ROW_COUNTS = (8, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +109,6 @@ class Operands:
         *,
         x: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        pdl: bool = False,
-        pieces: L2Pieces | None = None,
     ) -> torch.Tensor:
         """x, residual: instead of the case's own."""
         return low_m_linear(
@@ -125,8 +122,6 @@ class Operands:
             backend="triton",
             workspace=workspace,
             tile=tile,
-            pdl=pdl,
-            pieces=pieces,
         )
 
     def products(self, copy: int) -> tuple[torch.Tensor, ...]:
@@ -176,29 +171,20 @@ def _plain(case: GemmCase, x, weight, up, norm_weight, residual, logits: bool = 
 
 
 def make_workspace(device: str) -> LowMWorkspace:
-    """Enough for every cut below: at most some 800 programs of 128 x 65 sums."""
-    return LowMWorkspace(device, num_sums=1 << 23, num_tiles=4096)
-
-
-def turned(tile: LowMTile) -> LowMTile:
-    """The same cut with the factors in the other order."""
-    return dataclasses.replace(tile, weight_first=not tile.weight_first)
+    """Enough for every cut below: split products have at most 2 programs a processor, of 32 x 65 sums each."""
+    return LowMWorkspace(device, num_sums=1 << 20, num_tiles=1 << 10)
 
 
 def low_m_tiles(case: GemmCase, rows: int, processors: int) -> dict[str, LowMTile]:
-    """Cuts to compare, by name: the one that the op chooses, the same turned, and the other of its two depths."""
+    """Cuts to compare, by name: the one that the op chooses, and the same with the factors in the other order."""
     chosen = low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors)
-    tiles = [chosen]
-    if rows <= 32:
-        stages, programs = (4, 2) if chosen.stages == 6 else (6, 1)
-        splits = low_m_splits(case.n, case.k, chosen.n, chosen.k, processors * programs)
-        other = dataclasses.replace(chosen, stages=stages, splits=splits, weight_first=True)
-        tiles += [turned(chosen), other]
-    named = {}
-    for tile in tiles:
-        name = f"n{tile.n} splits {tile.splits} stages {tile.stages} {'weight' if tile.weight_first else 'x'} first"
-        named.setdefault(f"{name} (chosen)" if tile == chosen else name, tile)
-    return named
+    turned = dataclasses.replace(chosen, weight_first=not chosen.weight_first)
+    head = f"n{chosen.n} splits {chosen.splits} stages {chosen.stages}"
+    return {f"{head} {_order(chosen)} (chosen)": chosen, f"{head} {_order(turned)}": turned}
+
+
+def _order(tile: LowMTile) -> str:
+    return "weight first" if tile.weight_first else "x first"
 
 
 def case_results(
@@ -213,11 +199,11 @@ def case_results(
     errors, failures, timed = {}, {}, {}
     for name, variant in variants.items():
         try:
-            if name != "library, products alone":
+            if name in tiles:
                 errors[name] = operands.error(variant(0))
-            if name in tiles and not errors[name] <= 1:
-                raise ArithmeticError(f"{errors[name]:.3g} times the bound away from float64")
-            timed[name] = _rotated(variant, copies, device)
+                if not errors[name] <= 1:
+                    raise ArithmeticError(f"{errors[name]:.3g} times the bound away from float64")
+            timed[name] = _replayed(partial(_rotate, variant, copies), device)
         except Exception as error:  # one variant's fault must not end the measurement of the others
             failures[name] = f"{type(error).__name__}: {error}"[:300]
     timings = _time(timed, case.floor_us * copies, copies, device)
@@ -225,12 +211,23 @@ def case_results(
         yield Result(case.name, rows, name, case.floor_us, timings.get(name), errors.get(name), failures.get(name))
 
 
-def _rotated(variant: Callable[[int], object], copies: int, device: str) -> Callable[[], object]:
-    def work():
-        for copy in range(copies):
-            variant(copy)
+def _rotate(variant: Callable[[int], object], copies: int) -> None:
+    for copy in range(copies):
+        variant(copy)
 
-    return capture(work).replay if device == "cuda" else work
+
+class _Replay:
+    """Captured work.  It holds on to the work: a graph does not keep the memory that its launches read."""
+
+    def __init__(self, work: Callable[[], object]):
+        self._work, self._graph = work, capture(work)
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+def _replayed(work: Callable[[], object], device: str) -> Callable[[], object]:
+    return _Replay(work) if device == "cuda" else work
 
 
 def _time(timed: dict[str, Callable[[], object]], replay_floor_us: float, copies: int, device: str) -> dict[str, Timing]:
@@ -263,95 +260,6 @@ class Chain:
         return hidden
 
 
-@dataclass(frozen=True, slots=True)
-class ChainVariant:
-    """How the chain is launched.  distance: MB that are asked for ahead of use, when a product has `pieces_left` blocks left
-    or, with `side_stream`, by `l2_prefetch` beside it; own: MB of its weights that a `pdl` launch asks for before its wait."""
-
-    name: str
-    base: str  # the variant whose bits it has to have
-    weight_first: bool = False
-    programs: int = 2
-    pdl: bool = False
-    distance: int = 0
-    pieces_left: int | None = None
-    own: int = 12
-    side_stream: bool = False
-
-    def tile(self, case: GemmCase, rows: int, processors: int) -> LowMTile:
-        """`low_m_tile`'s cut, with more and shallower programs where it counts on 2 a processor and 3 are asked for."""
-        tile = low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors)
-        if self.programs == 3 and tile.stages == 4:
-            splits = low_m_splits(case.n, case.k, tile.n, tile.k, 3 * processors)
-            tile = dataclasses.replace(tile, stages=3, splits=splits)
-        return dataclasses.replace(
-            tile, weight_first=self.weight_first, pieces_left=self.pieces_left, prefetch_bytes=self.own << 20
-        )
-
-    @property
-    def with_pieces(self) -> bool:
-        return self.distance > 0 and not self.side_stream
-
-
-def chain_variants(rows: int) -> list[ChainVariant]:
-    """By orientation: alone, with programmatic launches, with 4 to 32 MB ahead, and both."""
-    variants = []
-    for name, turn in (("x first", False), ("weight first", True)):
-        make = partial(ChainVariant, base=name, weight_first=turn)
-        variants.append(make(name))
-        if rows > 16 and not turn:
-            continue
-        variants += [make(f"{name}, pdl", pdl=True), make(f"{name}, ahead 16 MB", distance=16)]
-        variants += [
-            make(f"{name}, pdl, ahead {distance} MB", pdl=True, own=0, distance=distance)
-            for distance in ((8, 16) if turn else (16,))
-        ]
-        if rows <= 16 and turn:
-            variants += [make(f"{name}, ahead {distance} MB", distance=distance) for distance in (4, 8, 24, 32)]
-            variants.append(make(f"{name}, ahead 16 MB at the first block", distance=16, pieces_left=1 << 20))
-            variants.append(make(f"{name}, ahead 16 MB at the last block", distance=16, pieces_left=1))
-            variants.append(make(f"{name}, pdl, own 12, ahead 16 MB", pdl=True, distance=16))
-            variants.append(make(f"{name}, side stream 16 MB", distance=16, side_stream=True))
-    if rows <= 16:
-        make = partial(ChainVariant, base="weight first, 3 a processor", weight_first=True, programs=3)
-        variants.append(make("weight first, 3 a processor"))
-        variants.append(make("weight first, 3 a processor, pdl, ahead 16 MB", pdl=True, own=0, distance=16))
-    return variants
-
-
-class _LowMChain:
-    """The chain as a variant launches it; what it asks for ahead is fixed, as weights are when a model is served."""
-
-    def __init__(self, chain: Chain, variant: ChainVariant, workspace: LowMWorkspace, processors: int):
-        self._chain, self._variant, self._workspace, self._processors = chain, variant, workspace, processors
-        launches = [[w for w in (o.weights[0], o.ups[0]) if w is not None] for layer in chain.layers for o in layer]
-        self._pieces = l2_pieces_ahead(launches, variant.distance << 20) if variant.distance else [None] * len(launches)
-        self._side = torch.cuda.Stream() if variant.side_stream else None
-
-    def run(self) -> torch.Tensor:
-        pieces = iter(self._pieces)
-        out = self._chain.run(lambda operands, x, residual: self._product(operands, x, residual, next(pieces)))
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
-        return out
-
-    def _product(self, operands: Operands, x, residual, pieces: L2Pieces | None) -> torch.Tensor:
-        variant = self._variant
-        if self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):
-                l2_prefetch(pieces)
-        return operands.low_m(
-            0,
-            self._workspace,
-            variant.tile(operands.case, operands.rows, self._processors),
-            x=x,
-            residual=residual,
-            pdl=variant.pdl,
-            pieces=pieces if variant.with_pieces else None,
-        )
-
-
 def chain_results(
     rows: int,
     workspace: LowMWorkspace,
@@ -360,25 +268,30 @@ def chain_results(
     cases: tuple[GemmCase, ...] = CHAIN,
     device: str = "cuda",
 ) -> Iterator[Result]:
-    """The chain in the plain model's operations and in low_m_linear's variants; on the CPU those that run there."""
+    """The chain in the plain model's operations, and by low_m_linear with x and with the weight as first factor."""
     chain = Chain(cases, rows, device, torch.bfloat16 if device == "cuda" else torch.float32)
     floor = LAYERS * sum(case.floor_us for case in cases)
 
     def plain(operands: Operands, x, residual):
         return _plain(operands.case, x, operands.weights[0], operands.ups[0], operands.norm_weight, residual)
 
-    bases, works = {"plain": "plain"}, {"plain": lambda: partial(chain.run, plain)}
-    for variant in chain_variants(rows):
-        if device == "cuda" or not (variant.pdl or variant.distance):
-            bases[variant.name] = variant.base
-            works[variant.name] = lambda variant=variant: _LowMChain(chain, variant, workspace, processors).run
+    def low_m(operands: Operands, x, residual, *, weight_first: bool):
+        case = operands.case
+        tile = low_m_tile(rows, case.n, case.k, torch.bfloat16, case.gate_up, processors)
+        tile = dataclasses.replace(tile, weight_first=weight_first)
+        return operands.low_m(0, workspace, tile, x=x, residual=residual)
+
+    works = {
+        "plain": partial(chain.run, plain),
+        "x first": partial(chain.run, partial(low_m, weight_first=False)),
+        "weight first": partial(chain.run, partial(low_m, weight_first=True)),
+    }
     outputs, failures, timed = {}, {}, {}
-    for name, make in works.items():
+    for name, work in works.items():
         try:
-            work = make()
             outputs[name] = work()
-            _check_chain(name, bases[name], outputs)
-            timed[name] = _rotated(lambda copy, work=work: work(), 1, device)
+            _check_chain(outputs[name], outputs["plain"])
+            timed[name] = _replayed(work, device)
         except Exception as error:  # as above
             failures[name] = f"{type(error).__name__}: {error}"[:300]
     timings = _time(timed, floor, 1, device)
@@ -386,40 +299,19 @@ def chain_results(
         yield Result(f"{LAYERS} layers", rows, name, floor, timings.get(name), None, failures.get(name))
 
 
-def _check_chain(name: str, base: str, outputs: dict[str, torch.Tensor]) -> None:
-    """Near the plain chain, and equal to the bit to its base."""
-    out, plain = outputs[name].double(), outputs["plain"].double()
-    distance = float((out - plain).norm() / plain.norm())
+def _check_chain(out: torch.Tensor, plain: torch.Tensor) -> None:
+    distance = float((out.double() - plain.double()).norm() / plain.double().norm())
     if not distance < 0.05:
         raise ArithmeticError(f"relative distance {distance:.3g} to the plain chain")
-    if not torch.equal(outputs[name], outputs.get(base, outputs[name])):
-        raise ArithmeticError(f"differs from {base}")
 
 
-def kernels_of(case: GemmCase, rows: int, processors: int, *, alone: bool) -> list[tuple[LowMTile, bool, bool]]:
-    """What the measurements launch for a case, each once: cut, pdl, pieces."""
-    kernels = [
-        (
-            dataclasses.replace(variant.tile(case, rows, processors), pieces_left=None, prefetch_bytes=0),
-            variant.pdl,
-            variant.with_pieces,
-        )
-        for variant in (chain_variants(rows) if case in CHAIN and rows in CHAIN_ROWS else [])
-    ]
-    if alone:
-        for tile in low_m_tiles(case, rows, processors).values():
-            kernels.append((dataclasses.replace(tile, pieces_left=None, prefetch_bytes=0), False, False))
-    return list(dict.fromkeys(kernels))
-
-
-def compile_ahead(case_index: int, rows: int, kernels: list[tuple[LowMTile, bool, bool]]) -> None:
-    """Launches kernels of one case once, so that they lie in Triton's cache on disk; for a process of its own."""
-    case, workspace = CASES[case_index], make_workspace("cuda")
-    operands = Operands(case, rows, "cuda", torch.bfloat16, 1)
-    some = L2Pieces(operands.x.device, [(operands.weights[0], 0, 1 << 16)])
-    for tile, pdl, with_pieces in kernels:
+def compile_ahead(case: GemmCase, rows: int) -> None:
+    """Launches each kernel of one case once, so that they lie in Triton's cache on disk; for a process of its own."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    workspace, operands = make_workspace("cuda"), Operands(case, rows, "cuda", torch.bfloat16, 1)
+    for name, tile in low_m_tiles(case, rows, processors).items():
         try:
-            operands.low_m(0, workspace, tile, pdl=pdl, pieces=some if with_pieces else None)
-        except Exception as error:  # shown again, with its variant's name, by the measurement
-            print(f"ahead of time: {case.name} {tile}: {type(error).__name__}", flush=True)
+            operands.low_m(0, workspace, tile)
+        except Exception as error:  # shown again, with its message, by the measurement
+            print(f"ahead of time: {case.name} M={rows} {name}: {type(error).__name__}", flush=True)
     torch.cuda.synchronize()

@@ -14,11 +14,10 @@ from dspark_model.ops.context_rows import ContextRows, context_rows
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table, refresh_block_table
 from dspark_model.ops.fp32_linear import fp32_linear
-from dspark_model.ops.l2_prefetch import L2Pieces, l2_pieces_ahead, l2_prefetch
 from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
-from dspark_model.ops.low_m_linear import LowMProduct, LowMTile, LowMWorkspace, low_m_is_faster, low_m_linear, low_m_tile
+from dspark_model.ops.low_m_linear import LowMProduct, LowMTile, LowMWorkspace, low_m_linear, low_m_tile
 from dspark_model.ops.markov_chain import (
     ChainWorkspace,
     MarkovChainOutput,
@@ -43,7 +42,6 @@ __all__ = [
     "ContextRows",
     "ChainWorkspace",
     "GivenRows",
-    "L2Pieces",
     "LengthAdvance",
     "LowMProduct",
     "LowMTile",
@@ -66,13 +64,10 @@ __all__ = [
     "decode_block_table",
     "fp32_linear",
     "fused_chain_refusal",
-    "l2_pieces_ahead",
-    "l2_prefetch",
     "latent_norm_rope",
     "latent_norm_rope_store",
     "latent_store",
     "length_advance",
-    "low_m_is_faster",
     "low_m_linear",
     "low_m_tile",
     "markov_chain",

@@ -1,4 +1,4 @@
-"""Linear map of few rows: the weight is read once at the memory's rate, with the pointwise work around it in the same pass."""
+"""Linear map of few rows: the weight is read once, with the pointwise work around it in the same pass."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model.ops.fp32_linear import fp32_linear
-from dspark_model.ops.l2_prefetch import L2Pieces, check_l2_prefetch
 from dspark_model.ops.rms_norm import rms_norm
 
 MAX_ROWS = 128
@@ -21,12 +20,8 @@ class LowMTile:
     """How a product is cut: a program takes `n` weight rows (of each weight, with a gate) in blocks of `k` values, over one of
     `splits` ranges of the inner dimension; `stages` - 1 blocks are under way.  n and k: powers of two, at least 16.
 
-    prefetch_bytes: of the weights, in all programs together, brought to L2 by a `pdl` launch before its inputs are ready.
-    12 MB are what the memory delivers in a predecessor's tail of 3 us, and a quarter of an H200's L2.
     weight_first: weight @ x.T instead of x @ weight.T; with 64 weight rows (of both, with a gate) a program these are wgmma
     instructions, which read both factors from shared memory.
-    pieces_left: how many blocks a program has still to multiply when it asks for its share of `pieces`; more than it has: at
-    its first.  None: `stages` - 1, when the last of its own loads is under way.
     """
 
     n: int
@@ -34,9 +29,7 @@ class LowMTile:
     splits: int
     stages: int
     warps: int
-    prefetch_bytes: int = 12 << 20
     weight_first: bool = False
-    pieces_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +73,9 @@ class LowMWorkspace:
 def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtype, gate_up: bool, processors: int) -> LowMTile:
     """The cut of a product; it alone decides the order of the sums.
 
-    64 weight rows by 128 values are 16 KB, beside which 8 rows of x are 1/8 of the traffic; about 32 KB under way cover the
-    memory's latency.  On an H200 with 8 rows one program a processor that has five such blocks under way was the fastest for
-    weights up to 26 MB (fewer sums to add), two with three for those of 30 MB and more.
+    64 weight rows by 128 values are 16 KB, beside which 8 rows of x are 1/8 of the traffic.  On an H200 with 8 rows one program
+    a processor that has five such blocks under way was the fastest for weights up to 26 MB (fewer sums to add), two with three
+    for those of 30 MB and more.
     """
     tile_m, size = _tile_m(rows), out_features * in_features * dtype.itemsize * (1 + gate_up)
     if dtype is torch.float32:
@@ -96,16 +89,6 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
         n //= 2
     splits = low_m_splits(out_features, in_features, n, k, processors * programs)
     return LowMTile(n, k, splits, stages, warps, weight_first=dtype is not torch.float32 and tile_m > 16)
-
-
-def low_m_is_faster(rows: int) -> bool:
-    """Whether `low_m_linear` is the one to take on an H200, where the library's products are the alternative.
-
-    With 8 rows it is as fast as the library's product alone or faster, and does the work around it; so it should be with 32,
-    which cost as many bytes of weights (not measured yet with the weight first).  With 128 rows it took twice the library's
-    time: every program reads x again, twice as many bytes as its weight rows.
-    """
-    return rows <= 32
 
 
 def low_m_splits(out_features: int, in_features: int, n: int, k: int, resident: int) -> int:
@@ -128,9 +111,7 @@ def low_m_linear(
     out_dtype: torch.dtype | None = None,
     backend: str = "torch",
     workspace: LowMWorkspace | None = None,
-    pdl: bool = False,
     tile: LowMTile | None = None,
-    pieces: L2Pieces | None = None,
 ) -> torch.Tensor:
     """x @ weight.T, accumulated in float32, for 0 to 128 rows; around it in this order, each where it is asked for:
 
@@ -149,21 +130,15 @@ def low_m_linear(
     roundings of the result: they differ from each other by at most twice that.  A row's bits depend on its own values, the
     sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
     workspace: `triton` only, for products that are split; see `LowMWorkspace`.
-    pdl: `triton` on CUDA devices of capability 9 or more: the launch may start before its predecessor in the stream has ended,
-    brings its first weights to L2 and then waits; its successor may start when its products are done.  Needs nothing of the
-    predecessor; the results are the same.
-    pieces: `triton` on CUDA devices of capability 9 or more: memory of later launches that this one brings to L2 behind its own
-    loads, see `l2_pieces_ahead`.  The results are the same.
     tile: another cut than `low_m_tile` gives, for measurements; the order of the sums is then that of the cut.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit; more than 128 rows; float16 with a norm and `triton` (x *
-            norm_weight could leave float16's range); a split product without a workspace, or with one that is too small; more
-            pieces than the launch has threads.
+            norm_weight could leave float16's range); a split product without a workspace, or with one that is too small.
     """
     _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype)
     if backend == "triton":
-        return _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype or x.dtype, workspace, pdl, tile, pieces)
+        return _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype or x.dtype, workspace, tile)
     if backend != "torch":
         raise ValueError(f"low_m_linear has no backend {backend}; choose torch or triton")
     if norm_weight is not None:
@@ -206,14 +181,10 @@ def _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype) -> None:
         raise ValueError(f"low_m_linear with a residual of {residual.dtype} returns that dtype, not {out_dtype}")
 
 
-def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, pdl: bool, tile, pieces) -> torch.Tensor:
+def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, tile) -> torch.Tensor:
     (rows, in_features), out_features = x.shape, weight.shape[0]
     norm, gate_up = norm_weight is not None, up_weight is not None
     _check_kernel(x, weight, up_weight, norm_weight, residual)
-    if pdl:
-        _check_pdl(x.device)
-    if pieces is not None:
-        check_l2_prefetch(x.device)
     out = torch.empty((rows, out_features), dtype=out_dtype, device=x.device)
     if not rows:
         return out
@@ -223,8 +194,6 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
     tiles = -(-out_features // tile.n)
     if tile.splits > 1:
         _check_workspace(workspace, x.device, tiles * _sums_per_tile(tile_m, tile, gate_up, norm), tiles)
-
-    _check_pieces(pieces, x.device, tiles * tile.splits * 32 * tile.warps)
 
     from dspark_kernels.triton.low_m_linear import low_m_linear_kernel
 
@@ -247,10 +216,6 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
         out_features,
         in_features,
         eps if norm else 0.0,
-        _prefetch_values(weight, tile, tiles, gate_up) if pdl else 0,
-        out if pieces is None else pieces.table,
-        0 if pieces is None else len(pieces),
-        tile.stages - 1 if tile.pieces_left is None else tile.pieces_left,
         TILE_M=tile_m,
         TILE_N=tile.n,
         TILE_K=tile.k,
@@ -259,14 +224,9 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
         NORM=norm,
         GATE_UP=gate_up,
         RESIDUAL=residual is not None,
-        PDL=pdl,
-        PIECES=max(1, 32 * tile.warps // (tile.n * (1 + gate_up))),
-        AHEAD=pieces is not None and len(pieces) > 0,
         WEIGHT_FIRST=tile.weight_first,
-        LANES=32 * tile.warps,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        launch_pdl=pdl,
     )
     return out
 
@@ -281,20 +241,6 @@ def _check_kernel(x, weight, up_weight, norm_weight, residual) -> None:
             )
     if norm_weight is not None and x.dtype is torch.float16:
         raise ValueError("low_m_linear's kernel takes no float16 with a norm, x * norm_weight could overflow; norm x before")
-
-
-def _check_pdl(device: torch.device) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
-        raise ValueError(f"low_m_linear with pdl=True needs a CUDA device of capability 9.0, got {device}; pass pdl=False")
-
-
-def _check_pieces(pieces: L2Pieces | None, device: torch.device, threads: int) -> None:
-    if pieces is None:
-        return
-    if pieces.table.device != device:
-        raise ValueError(f"pieces lie on {pieces.table.device}, x on {device}; make them for x's device")
-    if len(pieces) > threads:
-        raise ValueError(f"a launch of {threads} threads asks for as many pieces, got {len(pieces)}; prefetch less ahead")
 
 
 def _check_workspace(workspace: LowMWorkspace | None, device: torch.device, num_sums: int, num_tiles: int) -> None:
@@ -323,13 +269,3 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _H200_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _prefetch_values(weight: torch.Tensor, tile: LowMTile, tiles: int, gate_up: bool) -> int:
-    """Of each weight row of a program: whole blocks that lie inside each split, 0 where rows do not start at 16 bytes."""
-    size = weight.element_size()
-    if not tile.prefetch_bytes or weight.data_ptr() % 16 or weight.stride(0) * size % 16:
-        return 0
-    inside = weight.shape[1] // tile.k // tile.splits
-    block_bytes = tiles * tile.splits * tile.n * (1 + gate_up) * tile.k * size
-    return tile.k * min(inside, max(1, tile.prefetch_bytes // block_bytes))

@@ -7,25 +7,6 @@ float32 partial sums in a workspace; the program that arrives last adds them in 
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
-
-from dspark_kernels.triton.l2_prefetch import load_pieces, prefetch_pieces
-
-
-@triton.jit
-def _prefetch(rows_ptr, first, size, TILE_N: tl.constexpr, PIECES: tl.constexpr):
-    """Asks for `size` values of each of TILE_N rows, from value `first` on, to be brought to L2; in PIECES requests a row."""
-    piece = size // PIECES
-    starts = rows_ptr[:, None] + (first + tl.arange(0, PIECES) * piece)[None, :]
-    nbytes = tl.zeros((TILE_N, PIECES), tl.int32) + piece * (rows_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [starts.to(tl.int64), nbytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -43,7 +24,7 @@ def _halves(joined, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     return joined.reshape(TILE_M, 2, TILE_N).permute(0, 2, 1).split()
 
 
-@triton.jit(do_not_specialize=["num_rows", "prefetch_values", "num_pieces", "pieces_left"])
+@triton.jit(do_not_specialize=["num_rows"])
 def low_m_linear_kernel(
     x_ptr,  # [M, K], values of a row side by side
     x_row_stride,
@@ -61,10 +42,6 @@ def low_m_linear_kernel(
     out_features,
     in_features,
     eps,
-    prefetch_values,  # of each weight row, before the wait, PDL only; whole blocks of TILE_K, or 0
-    pieces_ptr,  # int64 [num_pieces, 2], see `load_pieces`; AHEAD only
-    num_pieces,
-    pieces_left,  # a program asks for its pieces when it has so many blocks still to multiply; AHEAD only
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -73,15 +50,10 @@ def low_m_linear_kernel(
     NORM: tl.constexpr,
     GATE_UP: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
-    PIECES: tl.constexpr,
-    AHEAD: tl.constexpr,  # brings memory of a later launch to L2
     WEIGHT_FIRST: tl.constexpr,  # computes weight @ x.T: 64 rows of a weight are what wgmma takes
-    LANES: tl.constexpr,  # threads of a program
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    kind = x_ptr.dtype.element_ty
     blocks = tl.cdiv(in_features, TILE_K)
     first = (blocks * split // SPLITS) * TILE_K
     last = (blocks * (split + 1) // SPLITS) * TILE_K
@@ -97,26 +69,16 @@ def low_m_linear_kernel(
     if GATE_UP:
         # Computed, not chosen between: the compiler then knows that the loads are aligned.
         starts += (here_rows // TILE_N) * (up_distance + weight_rows * (up_row_stride - weight_row_stride))
-    weights = weight_ptr + starts
-    columns = tile * TILE_N + tl.arange(0, TILE_N)
     lanes = tl.arange(0, TILE_K)
-
-    if PDL:
-        if prefetch_values > 0:
-            _prefetch(weights, first, prefetch_values, joined, PIECES)
-        cuda.gdc_wait()
-    if AHEAD:
-        program, programs = split * tl.num_programs(0) + tile, tl.num_programs(0) * tl.num_programs(1)
-        addresses, sizes = load_pieces(pieces_ptr, num_pieces, program, programs, LANES)
-        ask_at = tl.maximum(last - pieces_left * TILE_K, first)
-
-    stored = inside[:, None] & (columns < out_features)[None, :]
     wide_rows = rows[:, None].to(tl.int64)
+    x_values = x_ptr + wide_rows * x_row_stride + lanes[None, :]
+    weight_values = (weight_ptr + starts)[:, None] + lanes[None, :]
+
+    columns = tile * TILE_N + tl.arange(0, TILE_N)
+    stored = inside[:, None] & (columns < out_features)[None, :]
     if RESIDUAL:
         # Ahead of the products: behind them its latency would add to the launch.
         residual = tl.load(residual_ptr + wide_rows * residual_row_stride + columns[None, :], mask=stored, other=0.0)
-    x_values = x_ptr + wide_rows * x_row_stride + lanes[None, :]
-    weight_values = weights[:, None] + lanes[None, :]
     product = tl.zeros((joined, TILE_M) if WEIGHT_FIRST else (TILE_M, joined), tl.float32)
     # With WEIGHT_FIRST sums of the squares of 8 neighbours; else row products of x, whose diagonal are the sums of squares.
     squares = tl.zeros((TILE_M, TILE_K // 8 if WEIGHT_FIRST else TILE_M), tl.float32)
@@ -130,15 +92,13 @@ def low_m_linear_kernel(
             here = lanes < in_features - k
             x = tl.load(x_values + k, mask=inside[:, None] & here[None, :], other=0.0)
             weight = tl.load(weight_values + k, mask=here[None, :], other=0.0, eviction_policy="evict_first")
-        if AHEAD:
-            prefetch_pieces(addresses, tl.where(k == ask_at, sizes, 0))
         if NORM:
             wide_x = x.to(tl.float32)
             if WEIGHT_FIRST:
                 squares += tl.sum((wide_x * wide_x).reshape(TILE_M, TILE_K // 8, 8), 2)
             else:
                 squares = tl.dot(x, x.T, squares, input_precision="ieee")
-            x = (wide_x * scale.to(tl.float32)[None, :]).to(kind)
+            x = (wide_x * scale.to(tl.float32)[None, :]).to(x_ptr.dtype.element_ty)
             # For the next turn: this load's latency would stand in the way of the products.
             ahead = lanes + k + TILE_K
             scale = tl.load(norm_weight_ptr + ahead, mask=ahead < in_features, other=0.0)
@@ -146,9 +106,6 @@ def low_m_linear_kernel(
             product = tl.dot(weight, x.T, product, input_precision="ieee")
         else:
             product = tl.dot(x, weight.T, product, input_precision="ieee")
-    if PDL:
-        # Behind the products: the next launch's programs then find all processors equally free.
-        cuda.gdc_launch_dependents()
     if WEIGHT_FIRST:
         product = product.T
         square_sum = tl.sum(squares, 1)
