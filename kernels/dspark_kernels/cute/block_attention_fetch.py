@@ -112,7 +112,7 @@ def _fetch_keys(atom, from_global, to_shared, pages, token, stage, full, facts: 
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, KEYS * facts.width * ELEMENTS[facts.dtype].width // 8)
     for box in cutlass.range_constexpr(KEYS // facts.box):
         row = (token + box * facts.box) % facts.page_size // facts.box
-        for block in cutlass.range_constexpr(facts.width // facts.box_columns):
+        for block in cutlass.range(facts.width // facts.box_columns, unroll=1):
             cute.copy(
                 atom,
                 from_global[None, row, block, pages[box]],
