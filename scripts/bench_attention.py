@@ -2,9 +2,8 @@
 """Time one layer's block attention at Kimi K3's shape on a GPU, under graph replay, beside its floors and FlashInfer's fa3.
 
 usage: bench_attention.py [--out FOLDER] [--contexts 2048 32768 131072 393216] [--no-flashinfer]
-Each launch shape is held to float64 first: one that fails, to compile or to be right, is reported and not timed.
-Variants take turns within a round; medians over rounds.  Writes bench_attention.json.  Status 1 if no launch shape is right in
-some case.
+Each backend is held to float64 first: one that fails, to compile or to be right, is reported and not timed.  They take turns
+within a round; medians over rounds.  Writes bench_attention.json.  Status 1 if none of ours is right in some case.
 """
 
 import argparse
@@ -20,6 +19,10 @@ from dspark_model.bench import attention_cases as cases
 from dspark_model.bench.timing import machine
 
 SECONDS_TO_BUILD = 60
+# Our backends, and the error that each may have, over that of rounding the exact weights and result.  CuTe's parts are float16,
+# and the causal kernel's result is rounded once more.
+BOUNDS = {"triton": 1.2, "cute": 1.3, "causal_fixup": 1.6}
+FLASHINFER = "flashinfer fa3"
 
 
 def main() -> int:
@@ -49,7 +52,6 @@ def measure(batch: int, context: int, heads: int, with_flashinfer: bool) -> list
     """One case, printed as it comes."""
     start = time.perf_counter()
     case = cases.make_case(batch, context, heads, rotated_bytes=cases.ROTATED_BYTES)
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
     rounded = cases.error_against_float64(case, case.rounded_reference())
     byte_floor, flop_floor = case.floors_us()
     print(
@@ -57,11 +59,14 @@ def measure(batch: int, context: int, heads: int, with_flashinfer: bool) -> list
         f"{len(case.pools)} pools; rounding alone {rounded:.2e}", flush=True,
     )  # fmt: skip
     calls, errors = {}, {}
-    for name, tuning in cases.tunings().items():
-        check(name, case, lambda tuning=tuning: cases.kernel_call(case, tuning, processors), calls, errors, 1.2 * rounded)
-    check("causal fixup", case, lambda: lambda pool: case.run(pool, backend="causal_fixup"), calls, errors, 1.6 * rounded)
+    for name, bound in BOUNDS.items():
+        reason = case.refusal(name)
+        if reason is not None:
+            print(f"  {name:24} left out: {reason}", flush=True)
+            continue
+        check(name, case, lambda name=name: lambda pool: case.run(pool, backend=name), calls, errors, bound * rounded)
     if with_flashinfer:
-        check("flashinfer fa3", case, lambda: cases.flashinfer_call(case), calls, errors, 4 * rounded)
+        check(FLASHINFER, case, lambda: cases.flashinfer_call(case), calls, errors, 4 * rounded)
     rows = []
     for name, timing in sorted(cases.time_case(case, calls).items(), key=lambda item: item[1].median_us):
         share = max(byte_floor, flop_floor) / timing.median_us
@@ -101,20 +106,18 @@ def stop_build(*_) -> None:
 
 
 def summary(rows: list[dict]) -> int:
-    """The best launch shape of each case, beside FlashInfer."""
+    """Microseconds of all backends, case by case."""
+    names = (*BOUNDS, FLASHINFER)
     status = 0 if rows else 1
-    print(f"{'B':>2} {'context':>7} {'heads':>5} {'best':24} {'us':>8} {'floor':>7} {'flashinfer':>10}")
+    print(f"{'B':>2} {'context':>7} {'heads':>5} {'floor':>7} " + " ".join(f"{name:>14}" for name in names))
     for batch, context, heads in dict.fromkeys((row["batch"], row["context"], row["heads"]) for row in rows):
-        here = [row for row in rows if (row["batch"], row["context"], row["heads"]) == (batch, context, heads)]
-        ours = [row for row in here if not row["variant"].startswith("flashinfer")]
-        theirs = [f"{row['median_us']:.1f}" for row in here if row["variant"].startswith("flashinfer")]
-        if not ours:
+        here = {row["variant"]: row for row in rows if (row["batch"], row["context"], row["heads"]) == (batch, context, heads)}
+        if not set(here) & set(BOUNDS):
             status = 1
-            continue
-        best = min(ours, key=lambda row: row["median_us"])
-        floor = max(best["byte_floor_us"], best["flop_floor_us"])
-        line = f"{batch:2} {context:7} {heads:5} {best['variant']:24} {best['median_us']:8.1f} {floor:7.1f}"
-        print(f"{line} {(theirs or ['-'])[0]:>10}")
+        any_row = next(iter(here.values()))
+        floor = max(any_row["byte_floor_us"], any_row["flop_floor_us"])
+        times = (f"{here[name]['median_us']:14.1f}" if name in here else f"{'-':>14}" for name in names)
+        print(f"{batch:2} {context:7} {heads:5} {floor:7.1f} " + " ".join(times))
     return status
 
 

@@ -381,6 +381,27 @@ MUTANTS = (
         needs="gpu",
     ),
     Mutant(
+        "cute_attention_takes_request_b_from_row_b", "kernels/dspark_kernels/cute/block_attention_fetch.py",
+        "row = cutlass.Int64((requests.slots + request).load())",
+        "row = cutlass.Int64(request)",
+        "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[slots]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_attention_leaves_values_behind_the_keys", "kernels/dspark_kernels/cute/block_attention_device.py",
+        "if row < first or row >= end:",
+        "if row < first:",
+        "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[seq 65]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_attention_merges_without_the_rows_factors", "kernels/dspark_kernels/cute/block_attention_merge.py",
+        "= weight * own[i][1]",
+        "= weight",
+        "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[seq 2055]",
+        needs="gpu",
+    ),
+    Mutant(
         "layers_do_not_join", "dspark_model/modeling.py",
         "paths.side.join()",
         "pass",

@@ -46,7 +46,7 @@ json.dump(results, sys.stdout)
 
 def copy_package(folder: Path) -> Path:
     """The packages and their tests, to be broken; compiled files go along, so that only what changes is compiled again."""
-    for name in ("dspark_model", "kernels", "tests"):
+    for name in ("dspark_model", "kernels", "scripts", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("golden", "drafters"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder

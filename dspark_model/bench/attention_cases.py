@@ -1,7 +1,7 @@
 """What `scripts/bench_attention.py` times: block attention of one layer over rotating pools, its floors and errors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -37,6 +37,13 @@ class AttentionCase:
     def run(self, pool: int = 0, *, backend: str) -> torch.Tensor:
         return ops.block_attention(
             *self.inputs(pool), kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=self.max_seq_len, backend=backend
+        )
+
+    def refusal(self, backend: str) -> str | None:
+        """Why the backend does not take this case."""
+        page_size, heads, device = self.pools[0].shape[1], self.queries.shape[2], self.queries.device
+        return ops.block_attention_refusal(
+            backend, device=device, dtype=self.queries.dtype, kv_lora_rank=RANK, width=WIDTH, page_size=page_size, heads=heads
         )
 
     def rows(self, request: int) -> torch.Tensor:
@@ -102,34 +109,6 @@ def error_against_float64(case: AttentionCase, out: torch.Tensor) -> float:
         wrong += float((out[request].flatten(0, 1).double() - exact).square().sum())
         right += float(exact.square().sum())
     return (wrong / right) ** 0.5
-
-
-def tunings() -> dict:
-    """The launch shapes that take part, by name: query rows x keys a tile, stages."""
-    from dspark_kernels.triton.block_attention import Tuning
-
-    shapes = {  # a row tile below 64 asks for more of L2 and less of one processor
-        "64x64 s2": (64, 64, 2),
-        "16x64 s2": (16, 64, 2),
-    }
-    found = {
-        name: Tuning(row_tile=rows, key_tile=keys, num_warps=8, num_stages=stages)
-        for name, (rows, keys, stages) in shapes.items()
-    }
-    found["64x64 by hand"] = replace(found["64x64 s2"], by_hand=True)
-    found["64x64 by hand from 2"] = replace(found["64x64 by hand"], min_tiles=2)
-    return found
-
-
-def kernel_call(case: AttentionCase, tuning, processors: int) -> Callable[[int], torch.Tensor]:
-    """The Triton backend with a launch shape of its own, for pool i."""
-    from dspark_kernels.triton.block_attention import block_attention
-
-    bound = case.max_seq_len
-    return lambda pool: block_attention(
-        *case.inputs(pool), kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=bound, causal=False, window=None,
-        processors=processors, tuning=tuning,
-    )  # fmt: skip
 
 
 def flashinfer_call(case: AttentionCase) -> Callable[[int], torch.Tensor]:

@@ -242,11 +242,9 @@ def _flashinfer(queries, latents, page_table, context_lens, seq_lens, **options)
     )  # fmt: skip
 
 
-def _cute(queries, latents, page_table, context_lens, seq_lens, *, max_seq_len: int, slots=None, **options):
+def _cute(queries, latents, page_table, context_lens, seq_lens, *, max_seq_len: int, **options):
     from dspark_kernels.cute.block_attention import block_attention as launch
 
-    if slots is not None:
-        page_table = page_table[slots.clamp(min=0)]
     return launch(queries, latents, page_table, context_lens, seq_lens, **options)
 
 

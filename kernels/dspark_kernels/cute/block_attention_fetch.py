@@ -1,0 +1,173 @@
+"""The shared memory of the block attention's first kernel, and the warp that fills it by TMA.
+
+`facts` is a `block_attention.Facts`.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from dspark_kernels.cute.block_attention_schedule import CONSUMERS, ELEMENTS, KEYS, TILE, WARP, Pair, next_pair
+
+STAGES = 2  # key tiles that shared memory has room for
+SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
+EVICT_NORMAL = 0x1000000000000000  # cache policy of the fetches: row tiles of one request read the same keys
+
+
+class Shared(NamedTuple):
+    """queries [64, D], keys [64, D, stage] and the same bytes as values [C, 64, stage], weights [64, 64], maxima float32
+    [warpgroup, 64]; mbarriers: full and empty of each stage, and of the queries."""
+
+    queries: cute.Tensor
+    keys: cute.Tensor
+    values: cute.Tensor
+    weights: cute.Tensor
+    maxima: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    queries_full: cute.Pointer
+    queries_empty: cute.Pointer
+
+
+@cute.jit
+def keys_layout(facts: cutlass.Constexpr):
+    """Key tiles of all stages: a column block of 64 behind the other in each span of rows."""
+    span = facts.span
+    tokens, token_strides = (8, span // 8, KEYS // span), (SWIZZLE, 8 * SWIZZLE, span * facts.width)
+    blocks = facts.width // SWIZZLE
+    return cute.make_layout(
+        (tokens, (SWIZZLE, blocks), STAGES), stride=(token_strides, (1, span * SWIZZLE), KEYS * facts.width)
+    )
+
+
+@cute.jit
+def _rows_layout(blocks: cutlass.Constexpr):
+    """Rows of a tile, with this many column blocks of 64."""
+    return cute.make_layout(((8, TILE // 8), (SWIZZLE, blocks)), stride=((SWIZZLE, 8 * SWIZZLE), (1, TILE * SWIZZLE)))
+
+
+@cute.jit
+def allocate(facts: cutlass.Constexpr):
+    """The CTA's shared memory."""
+    dtype, span, allocator, swizzle = ELEMENTS[facts.dtype], facts.span, SmemAllocator(), cute.make_swizzle(3, 4, 3)
+    tokens, token_strides = (8, span // 8, KEYS // span), (SWIZZLE, 8 * SWIZZLE, span * facts.width)
+    values_layout = cute.make_layout(
+        ((SWIZZLE, facts.latent // SWIZZLE), tokens, STAGES), stride=((1, span * SWIZZLE), token_strides, KEYS * facts.width)
+    )
+    queries = allocator.allocate_tensor(dtype, _rows_layout(facts.width // SWIZZLE), 1024, swizzle)
+    keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
+    weights = allocator.allocate_tensor(dtype, _rows_layout(1), 1024, swizzle)
+    maxima = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(2 * TILE), 16)
+    barriers = [allocator.allocate_array(cutlass.Int64, count) for count in (STAGES, STAGES, 1, 1)]
+    return Shared(queries, keys, cute.make_tensor(keys.iterator, values_layout), weights, maxima, *barriers)
+
+
+@cute.jit
+def set_up_barriers(shared: Shared):
+    """One thread; the others meet it before they use them."""
+    for stage in cutlass.range_constexpr(STAGES):
+        cute.arch.mbarrier_init(shared.full + stage, 1)
+        cute.arch.mbarrier_init(shared.empty + stage, CONSUMERS // WARP)
+    cute.arch.mbarrier_init(shared.queries_full, 1)
+    cute.arch.mbarrier_init(shared.queries_empty, CONSUMERS // WARP)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def _fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr):
+    """One tile of query rows into shared memory by TMA; zeros in the rows that the tile has too many."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * facts.width * ELEMENTS[facts.dtype].width // 8)
+    cute.copy(atom, from_global, to_shared, tma_bar_ptr=full, cache_policy=cutlass.Int64(EVICT_NORMAL))
+
+
+@cute.jit
+def _table_of(requests, request, facts: cutlass.Constexpr):
+    """The page table's row of a request."""
+    row = cutlass.Int64(request)
+    if cutlass.const_expr(facts.slotted):
+        row = cutlass.Int64((requests.slots + request).load())
+    return requests.page_table + row * requests.table_stride
+
+
+@cute.jit
+def _pages_of(table, token, pair: Pair, facts: cutlass.Constexpr):
+    """The page of each box of the key tile that begins at a token."""
+    boxes = KEYS // facts.box
+    pages = cute.make_rmem_tensor(boxes, cutlass.Int32)
+    for box in cutlass.range_constexpr(boxes):
+        # A page outside the keys is none: its rows are masked, so any page with keys stands for it.
+        known = cutlass.min(cutlass.max(token + box * facts.box, pair.first), pair.end - 1)
+        pages[box] = cutlass.max((table + known // facts.page_size).load(), cutlass.Int32(0))
+    return pages
+
+
+@cute.jit
+def _fetch_keys(atom, from_global, to_shared, pages, token, stage, full, facts: cutlass.Constexpr):
+    """A key tile into a stage; full: the stages' barriers."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, KEYS * facts.width * ELEMENTS[facts.dtype].width // 8)
+    for box in cutlass.range_constexpr(KEYS // facts.box):
+        row = (token + box * facts.box) % facts.page_size // facts.box
+        for block in cutlass.range(facts.width // facts.box_columns, unroll=1):
+            cute.copy(
+                atom,
+                from_global[None, row, block, pages[box]],
+                to_shared[None, box, block, stage],
+                tma_bar_ptr=full + stage,
+                cache_policy=cutlass.Int64(EVICT_NORMAL),
+            )
+
+
+@cute.jit
+def fetch(
+    tma_atom,
+    tma_tensor,
+    query_atom,
+    query_tensor,
+    requests,
+    shared: Shared,
+    tile,
+    last,
+    own,
+    tiles_end,
+    facts: cutlass.Constexpr,
+):
+    """The fetching warp: key tiles tile..last of the list, and the queries of each pair among them."""
+    done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
+    pairs_done = cutlass.Int32(0)
+    box_shape = (facts.box, facts.box_columns)
+    shared_boxes = cute.flat_divide(cute.make_tensor(shared.keys.iterator, keys_layout(facts)), box_shape)
+    global_boxes = cute.flat_divide(tma_tensor, box_shape)
+    to_shared, from_global = cpasync.tma_partition(
+        tma_atom, 0, cute.make_layout(1), cute.group_modes(shared_boxes, 0, 2), cute.group_modes(global_boxes, 0, 2)
+    )
+    rows = cute.make_tensor(shared.queries.iterator, _rows_layout(facts.width // SWIZZLE))
+    global_rows = cute.flat_divide(query_tensor, (TILE, facts.width))
+    queries_to, queries_from = cpasync.tma_partition(
+        query_atom, 0, cute.make_layout(1), cute.group_modes(rows, 0, 2), cute.group_modes(global_rows, 0, 2)
+    )
+    while tile < last:
+        pair = next_pair(requests, tile, last, own, tiles_end, facts)
+        table = _table_of(requests, pair.request, facts)
+        for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
+            token = (pair.first // KEYS + key_tile) * KEYS
+            stage = done % STAGES
+            pages = _pages_of(table, token, pair, facts)
+            # The first query tile in front of all keys; another one waits for its place, so keys go first.
+            if cutlass.const_expr(facts.fetch_queries) and done == 0:
+                from_here = queries_from[None, pair.row_tile, 0, pair.request]
+                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+            if done >= STAGES:
+                cute.arch.mbarrier_wait(shared.empty + stage, (done // STAGES - 1) % 2)
+            _fetch_keys(tma_atom, from_global, to_shared, pages, token, stage, shared.full, facts)
+            if cutlass.const_expr(facts.fetch_queries) and done > 0 and key_tile == pair.begin:
+                cute.arch.mbarrier_wait(shared.queries_empty, (pairs_done - 1) % 2)
+                from_here = queries_from[None, pair.row_tile, 0, pair.request]
+                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+            done += 1
+        pairs_done += 1
+        tile += pair.count
