@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from dspark_model import ops
 from dspark_model.config import DrafterConfig
 from dspark_model.packing import PackedLinear
 
@@ -29,15 +28,9 @@ class ConfidenceHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(config.confidence_input_size, 1)
 
-    def forward(
-        self,
-        final_hidden: torch.Tensor,
-        markov_w1: torch.Tensor | None,
-        previous_tokens: torch.Tensor,
-        *,
-        backend: str = "torch",
-    ) -> torch.Tensor:
-        """final_hidden [B, K, H] after `final_norm`; markov_w1 [V, R], None for a head without Markov input; previous_tokens
-        int64 [B, K], the token before each draft.  Returns float32 logits [B, K]; see `ops.confidence`."""
-        weight, bias = self.proj.weight[0], self.proj.bias
-        return ops.confidence(final_hidden, weight, bias, markov_w1, previous_tokens, backend=backend)
+    def forward(self, final_hidden: torch.Tensor, previous_rows: torch.Tensor | None) -> torch.Tensor:
+        """final_hidden [B, K, H] after `final_norm`; previous_rows [B, K, R], the W1 rows of the tokens before, or None
+        for a head without Markov input.  Returns float32 logits [B, K]."""
+        parts = (final_hidden,) if previous_rows is None else (final_hidden, previous_rows)
+        inputs = torch.cat(parts, dim=-1).float()
+        return (inputs @ self.proj.weight[0].float()) + self.proj.bias.float()

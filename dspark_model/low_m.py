@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
 
 MAX_ROWS = 128
+# With more rows torch's product of the head is faster: 78 us with 32 rows against 105 on an H200, 80 against 76 with 8.
+MAX_HEAD_ROWS = 16
 
 
 class LowMPath:
@@ -32,6 +34,11 @@ class LowMPath:
     def takes(rows: int) -> bool:
         """Whether products of so many rows are made here; torch's own are for the others."""
         return rows <= MAX_ROWS
+
+    @staticmethod
+    def takes_head(rows: int) -> bool:
+        """The same for the head's product."""
+        return rows <= MAX_HEAD_ROWS
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, *, on_side: bool = False, **options) -> torch.Tensor:
         """`ops.low_m_linear` of x [..., K], a residual [..., N] among the options: [..., N].  on_side: with the workspace of

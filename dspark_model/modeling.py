@@ -309,16 +309,22 @@ class MLADSparkForCausalLM(nn.Module):
             backend="torch" if workspace is None else "triton",
             workspace=workspace,
         )
-        confidence = None
-        if self.confidence_head is not None:
-            w1 = tables[0] if self.config.confidence_head_with_markov else None
-            backend = "triton" if fused else "torch"
-            confidence = self.confidence_head(final_hidden, w1, chain.previous_tokens, backend=backend)
+        confidence = self._confidence(final_hidden, chain.previous_tokens, fused=fused)
         return BlockDraft(chain.draft_tokens, base, chain.biased_logits, confidence)
+
+    def _confidence(self, final_hidden: torch.Tensor, previous_tokens: torch.Tensor, *, fused: bool) -> torch.Tensor | None:
+        """Logits of the confidence head, float32 [B, K]; None without one."""
+        head, with_markov = self.confidence_head, self.config.confidence_head_with_markov
+        if head is None:
+            return None
+        if not fused:
+            return head(final_hidden, self.markov_head.markov_w1(previous_tokens) if with_markov else None)
+        w1 = self.markov_head.markov_w1.weight if with_markov else None
+        return ops.confidence(final_hidden, head.proj.weight[0], head.proj.bias, w1, previous_tokens, backend="triton")
 
     def _base_logits(self, final_hidden: torch.Tensor, low_m: LowMPath | None) -> torch.Tensor:
         """lm_head of final_hidden [B, K, hidden], float32 [B, K, V]."""
-        if low_m is not None and low_m.takes(final_hidden.shape[0] * final_hidden.shape[1]):
+        if low_m is not None and low_m.takes_head(final_hidden.shape[0] * final_hidden.shape[1]):
             return low_m.linear(final_hidden, self.lm_head, out_dtype=torch.float32)
         lm_head = self.lm_head if self._packed_lm_head is None else self._packed_lm_head
         return ops.fp32_linear(final_hidden.flatten(0, 1), lm_head).unflatten(0, final_hidden.shape[:2])

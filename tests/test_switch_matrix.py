@@ -155,7 +155,7 @@ def test_b3_without_the_fused_store_the_plain_code_projects_again(monkeypatch):
     calls = []
     duel, steps = started(("overlap_context_projection",))
     project = duel.fast.model.project_context
-    monkeypatch.setattr(duel.fast.model, "project_context", lambda hidden: calls.append(1) or project(hidden))
+    monkeypatch.setattr(duel.fast.model, "project_context", lambda *rows: calls.append(1) or project(*rows))
     step_input = duel._input(steps[0])
     duel.fast.step(step_input)
     assert len(calls) == 2

@@ -8,6 +8,7 @@ import torch
 from dspark_model import ops
 from dspark_model.bench.k3_rank import NUM_DRAFTS
 from dspark_model.bench.timing import Timing, capture, time_interleaved
+from dspark_model.step_plan import key_bound
 
 WIDTH, RANK = 576, 512  # Kimi K3: latent with its rotary part, and the latent
 SCALE = 192**-0.5  # of the drafter's 128 + 64 query values a head
@@ -18,18 +19,15 @@ CASES = ((1, 2048, 8), (4, 2048, 8), (1, 32768, 8), (1, 131072, 8), (1, 393216, 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One layer's block attention: every request has `context` rows and a block, its pages scattered."""
+    """One layer's block attention: every request has `context` rows and a block, its pages scattered; max_seq_len: the power of
+    two that the host knows of their keys."""
 
     queries: torch.Tensor
     pools: tuple[torch.Tensor, ...]  # each [pages, page_size, WIDTH]
     page_table: torch.Tensor
     context_lens: torch.Tensor
     seq_lens: torch.Tensor
-
-    @property
-    def max_seq_len(self) -> int:
-        """The power of two that the host knows."""
-        return 1 << (int(self.seq_lens.max()) - 1).bit_length()
+    max_seq_len: int
 
     def inputs(self, pool: int = 0) -> tuple[torch.Tensor, ...]:
         return self.queries, self.pools[pool], self.page_table, self.context_lens, self.seq_lens
@@ -98,7 +96,7 @@ def make_case(
     table = torch.randperm(pages, generator=draw, device=device).view(batch, per_request).int()
     queries = torch.randn(batch, block, heads, WIDTH, generator=draw, device=device, dtype=torch.float32).to(dtype)
     lens = torch.full((batch,), context, dtype=torch.int64, device=device)
-    return AttentionCase(queries, pools, table, lens, lens + block)
+    return AttentionCase(queries, pools, table, lens, lens + block, key_bound(context + block))
 
 
 def error_against_float64(case: AttentionCase, out: torch.Tensor) -> float:

@@ -105,7 +105,7 @@ def _draft(model: MLADSparkForCausalLM, hidden: torch.Tensor, anchors: torch.Ten
     base = ops.fp32_linear(hidden.flatten(0, 1), model.lm_head).unflatten(0, hidden.shape[:2])
     head = model.markov_head
     chain = ops.markov_chain(base, anchors, head.markov_w1.weight, head.markov_w2.weight, keep_biased=False)
-    logits = model.confidence_head(hidden, head.markov_w1.weight, chain.previous_tokens)
+    logits = model.confidence_head(hidden, head.markov_w1(chain.previous_tokens))
     return chain.draft_tokens, torch.sigmoid(logits)
 
 
