@@ -4,6 +4,8 @@ import importlib.util
 
 import torch
 
+from dspark_model.ops.fp8_rows import FP8, dequantise_rows
+
 BACKENDS = ("torch", "triton", "cute", "causal_fixup", "flashinfer")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _16_BIT_DTYPES = (torch.bfloat16, torch.float16)
@@ -111,7 +113,8 @@ def block_attention(
     (multi-head latent attention with W_UK absorbed into the query, DeepSeek-V2, arXiv 2405.04434).
 
     queries: [B, N, heads, D], N block rows, the absorbed part then the rotary part.
-    latents: [pages, page_size, D], one layer of the pool; the block's own rows are there already, behind the context.
+    latents: [pages, page_size, D], one layer of the pool; the block's own rows are there already, behind the context.  An fp8
+        pool has rows of another width, and the keys are `dequantise_rows` of them.
     page_table: int32 [S, P]; context_lens: int64 [B]; seq_lens: int64 [B], keys of each request: context and block.
         Rows at or past seq_lens[b] and entries of pages that hold no key are never used, even if NaN or no page.
     slots: int64 [B], the table's row of each request; None: request b has row b.  A slot of -1 stands for a request with
@@ -160,7 +163,8 @@ def block_attention(
         used = used & (index >= context_lens[:, None] - window)
     held = used.view(batch, pages.shape[1], page_size).any(-1)
     pages = torch.where(held, pages, 0)
-    keys = latents[pages].reshape(batch, pages.shape[1] * page_size, width).float()
+    keys = latents[pages].flatten(1, 2)
+    keys = dequantise_rows(keys, width) if latents.dtype is FP8 else keys.float()
     keys = torch.where(used[..., None], keys, 0.0)
     visible = used[:, None, :].expand(batch, rows, -1)
     if causal:

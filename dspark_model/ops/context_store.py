@@ -22,8 +22,9 @@ def context_store(
     """Write the first count[b] of N rows of each request to its rows start[b], start[b] + 1, ...; rows without a page and
     dummy rows are skipped, nothing else changes.
 
-    layer_views: L tensors [pages, page_size, D]; latents: [L, B, N, D]; start, count: int64 [B]; slots: int64 [B], -1 for
-    dummy rows; page_table: int32 [S, P]; num_pages: int64 [S].  Values are rounded to the pool's dtype.
+    layer_views: L tensors [pages, page_size, W]; latents: [L, B, N, D]; start, count: int64 [B]; slots: int64 [B], -1 for
+    dummy rows; page_table: int32 [S, P]; num_pages: int64 [S].  Values are rounded as
+    `latent_store` does it.
     fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype; ValueError for
     others.
     """

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dspark_model.ops.fp8_rows import FP8, check_pool_row_width, quantise_rows
 from dspark_model.ops.row_addresses import RowAddresses
 
 
@@ -47,8 +48,9 @@ def latent_store(
 ) -> None:
     """Write the owned rows of `latents` to their pages; rows that are not owned are skipped, nothing else changes.
 
-    layer_views: L tensors [pages, page_size, D]; latents: [L, B, N, D]; where: addresses [B, N], distinct among the
-    owned ones.  Values are rounded to the pool's dtype.
+    layer_views: L tensors [pages, page_size, W], W = `pool_row_width(D)`; latents: [L, B, N, D]; where: addresses [B, N],
+    distinct among the owned ones.  Values are rounded to the pool's dtype; a float8_e4m3fn pool gets `quantise_rows` of them,
+    or latents [L, B, N, W] of its own dtype as they are.
     fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype; ValueError for
     others.
     """
@@ -63,7 +65,15 @@ def latent_store(
     row = torch.where(owned, torch.arange(owned.numel(), device=owned.device), owned.int().argmax())
     pages, offsets = where.pages.flatten()[row], where.offsets.flatten()[row]
     for view, rows in zip(layer_views, latents.flatten(1, 2), strict=True):
-        view[pages, offsets] = torch.where(owned.any(), rows[row].to(view.dtype), view[pages, offsets])
+        view[pages, offsets] = torch.where(owned.any(), _as_kept(rows[row], view), view[pages, offsets])
+
+
+def _as_kept(rows: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Latents [M, D] as a layer's view of the pool keeps them."""
+    if view.dtype is not FP8 or rows.dtype is FP8:
+        return rows.to(view.dtype)
+    check_pool_row_width(view, rows.shape[-1])
+    return quantise_rows(rows)
 
 
 def _fused(layer_views: Sequence[torch.Tensor], latents: torch.Tensor, where: RowAddresses) -> None:

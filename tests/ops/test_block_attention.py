@@ -9,7 +9,13 @@ import pytest
 import torch
 from kernel_kit import DEVICE, LAYOUTS, watched_memory
 
-from dspark_model.ops import attention_flashinfer, block_attention, block_attention_refusal
+from dspark_model.ops import (
+    attention_flashinfer,
+    block_attention,
+    block_attention_refusal,
+    dequantise_rows,
+    quantise_rows,
+)
 from dspark_model.ops.attention_fixup import add_upper_triangle
 from dspark_model.testing import assert_bitwise_equal, poison_
 
@@ -215,6 +221,36 @@ def test_kernel_refuses_what_it_does_not_know(change):
     slots = torch.arange(2, dtype=torch.int32, device=DEVICE) if change == "slots" else None
     with pytest.raises(ValueError, match="wanted"):
         attend((queries, latents, table, context, seq), backend="triton", slots=slots)
+
+
+def as_fp8(inputs: tuple, stride: int = 0) -> tuple[tuple, torch.Tensor]:
+    """The inputs with an fp8 pool of the same rows, and what it holds of them in float32; rows lie `stride` bytes apart."""
+    queries, latents, *rest = inputs
+    pool = quantise_rows(latents)
+    held = dequantise_rows(pool, WIDTH)
+    if stride:
+        wide = poison_(torch.empty(*pool.shape[:2], stride, dtype=pool.dtype))
+        wide[..., : pool.shape[2]] = pool
+        pool = wide[..., : pool.shape[2]]
+    return (queries, pool, *rest), held
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("stride", [0, 35])
+def test_keys_of_an_fp8_pool_are_what_it_holds(causal, window, stride):
+    inputs = make([0, 1, 13], rows=3, page_size=4)
+    fp8, held = as_fp8(inputs, stride)
+    options = {"causal": causal, "window": window}
+    plain = (inputs[0], held, *inputs[2:])
+    assert_bitwise_equal(attend(fp8, **options), attend(plain, **options))
+    torch.testing.assert_close(attend(fp8, **options).double(), exact(*plain, **options), rtol=1e-5, atol=1e-5)
+
+
+def test_an_fp8_pool_of_another_width_is_refused():
+    queries, latents, *rest = make([3], rows=2, page_size=4)
+    with pytest.raises(ValueError, match="rows of 9 bytes, wanted 32 for latents of 9 values"):
+        attend((queries, latents.to(torch.float8_e4m3fn), *rest))
 
 
 SERVED = {
