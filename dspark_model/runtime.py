@@ -133,6 +133,8 @@ def _direct_write_obstacle(backend: str, surroundings: Surroundings) -> Obstacle
     """What the backend of norm and rotation has against storing into the pool itself."""
     if backend == LatentNormRope.TORCH:
         return Obstacle("latent_norm_rope=torch has no kernel that stores into the pool")
+    if backend == LatentNormRope.CUTE and surroundings.pool_dtype is torch.float8_e4m3fn:
+        return Obstacle("latent_norm_rope=cute has no form that stores into an fp8 pool")
     return surroundings.backends["latent_norm_rope"][backend]
 
 

@@ -33,6 +33,7 @@ PROFILES = {
     "attention": {"attention": "triton", "latent_norm_rope": "triton"},
     "low_m": {"gemm": "low_m", "attention": "triton", "latent_norm_rope": "triton"},
     "fp8": {"kv_dtype": "fp8_e4m3"},
+    "fp8_triton": {"kv_dtype": "fp8_e4m3", "latent_norm_rope": "triton"},
     "low_m_merged": {"gemm": "low_m", "merged_qkv_a": "on", "attention": "triton", "latent_norm_rope": "triton"},
 }
 if torch.cuda.is_available() and importlib.util.find_spec("cutlass"):
@@ -162,10 +163,9 @@ def switch_sets(profile: str) -> list[tuple[str, ...]]:
 
 
 def switches_of(profile: str) -> tuple[str, ...]:
-    """torch's norm and rotation have no form that stores into the pool, and fused stores none for an fp8 pool."""
-    choices = K3_PROFILES[profile]
-    lacking = {"direct_pool_write": "latent_norm_rope" not in choices, "fused_prologue": "kv_dtype" in choices}
-    return tuple(name for name in EXACT_SWITCHES if not lacking.get(name))
+    """torch's norm and rotation have no form that stores into the pool."""
+    has_direct = "latent_norm_rope" in K3_PROFILES[profile]
+    return tuple(name for name in EXACT_SWITCHES if name != "direct_pool_write" or has_direct)
 
 
 def with_switches(names: tuple[str, ...], profile: str = "torch") -> RuntimeConfig:

@@ -31,8 +31,8 @@ def quantise_rows(rows: torch.Tensor) -> torch.Tensor:
     finite = rows.isfinite().all(-1, keepdim=True)
     values = torch.where(finite, rows.float(), 0.0)
     mantissa, exponent = torch.frexp(values.abs().amax(-1, keepdim=True))
-    # 448 = 0.875 * 2^9, and a mantissa lies in [0.5, 1).
-    exponent = (exponent - 9 + (mantissa > 0.875)).clamp(min=_LEAST_EXPONENT)
+    # 448 = 0.875 * 2^9, and a mantissa lies in [0.5, 1), or is 0 with the exponent 0.
+    exponent = torch.where(mantissa > 0, exponent - 9 + (mantissa > 0.875), _LEAST_EXPONENT).clamp(min=_LEAST_EXPONENT)
     bytes_ = torch.zeros((*rows.shape[:-1], pool_row_width(width, FP8)), dtype=torch.uint8, device=rows.device)
     bytes_[..., :width] = (values * _power_of_two(-exponent)).to(FP8).view(torch.uint8)
     bytes_[..., -_STEP : 4 - _STEP] = torch.where(finite, _power_of_two(exponent), torch.nan).view(torch.uint8)

@@ -247,10 +247,32 @@ def test_keys_of_an_fp8_pool_are_what_it_holds(causal, window, stride):
     torch.testing.assert_close(attend(fp8, **options).double(), exact(*plain, **options), rtol=1e-5, atol=1e-5)
 
 
-def test_an_fp8_pool_of_another_width_is_refused():
-    queries, latents, *rest = make([3], rows=2, page_size=4)
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 17)])
+@pytest.mark.parametrize("stride", [0, 48])
+def test_kernel_takes_from_an_fp8_pool_the_bits_of_a_pool_of_the_same_keys(causal, window, stride):
+    """NaN in every row that is not a key, in codes as in scales; rows of very different sizes."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    inputs = make([0, 40, 55, 3], rows=2, page_size=16, dtype=dtype)
+    inputs[1][:] *= torch.exp2(torch.randint(-6, 3, (*inputs[1].shape[:2], 1)).float()).to(dtype)
+    fp8, held = as_fp8(inputs, stride)
+    options = {"causal": causal, "window": window}
+    wanted = kernel((inputs[0], held.to(dtype), *inputs[2:]), **options)
+    assert_bitwise_equal(kernel(fp8, **options), wanted)
+    if dtype is torch.float32:
+        torch.testing.assert_close(wanted.double(), exact(inputs[0], held, *inputs[2:], **options), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_an_fp8_pool_of_another_width_is_refused(backend):
+    queries, latents, *rest = (value.to(DEVICE) for value in make([3], rows=2, page_size=4))
     with pytest.raises(ValueError, match="rows of 9 bytes, wanted 32 for latents of 9 values"):
-        attend((queries, latents.to(torch.float8_e4m3fn), *rest))
+        attend((queries, latents.to(torch.float8_e4m3fn), *rest), backend=backend)
+
+
+def test_kernel_refuses_rows_of_an_fp8_pool_off_16_bytes():
+    fp8, _ = as_fp8(make([3], rows=2, page_size=4), stride=36)
+    with pytest.raises(ValueError, match=r"begin \(144, 36, 1\) bytes apart; wanted multiples of 16"):
+        attend([value.to(DEVICE) for value in fp8], backend="triton")
 
 
 SERVED = {
@@ -270,6 +292,11 @@ SERVED = {
         ("torch", {"page_size": 0}, "page_size=0"),
         ("triton", {"device": torch.device("meta")}, "CUDA devices, got meta"),
         ("triton", {"dtype": torch.float8_e4m3fn}, "got torch.float8_e4m3fn"),
+        ("triton", {"fp8_pool": True}, None),
+        ("triton", {"fp8_pool": True, "dtype": torch.float16}, "bfloat16 or float32 with fp8 pools, got torch.float16"),
+        ("cute", {"fp8_pool": True}, "cute does not read fp8 pools; triton and torch do"),
+        ("causal_fixup", {"fp8_pool": True}, "causal_fixup does not read fp8 pools"),
+        ("flashinfer", {"fp8_pool": True}, "flashinfer does not read fp8 pools"),
         ("causal_fixup", {"causal": True}, "this block is causal"),
         ("flashinfer", {"causal": True}, "this block is causal"),
         ("flashinfer", {"captured": True}, "run the step eagerly"),

@@ -77,7 +77,7 @@ def test_the_reference_rounds_to_the_pools_dtype():
     assert_bitwise_equal(views[0][0, 1], latents[0, 0, 0].bfloat16())
 
 
-@pytest.mark.parametrize("fused", [False])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("width", [5, 48, 576])
@@ -102,7 +102,7 @@ def random_latents(*shape: int) -> torch.Tensor:
     return latents
 
 
-@pytest.mark.parametrize("fused", [False])
+@pytest.mark.parametrize("fused", [False, True])
 def test_an_fp8_pool_with_rows_of_another_width_is_refused(fused):
     _, views = make_pool(1, 6, 4, 64, "layer_major", FP8)
     with pytest.raises(ValueError, match="rows of 64 bytes, wanted 32 for latents of 5 values"):
