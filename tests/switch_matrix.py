@@ -33,7 +33,7 @@ PROFILES = {
     "attention": {"attention": "triton", "latent_norm_rope": "triton"},
     "low_m": {"gemm": "low_m", "attention": "triton", "latent_norm_rope": "triton"},
     "fp8": {"kv_dtype": "fp8_e4m3"},
-    "fp8_triton": {"kv_dtype": "fp8_e4m3", "latent_norm_rope": "triton"},
+    "fp8_triton": {"kv_dtype": "fp8_e4m3", "attention": "triton", "latent_norm_rope": "triton"},
     "low_m_merged": {"gemm": "low_m", "merged_qkv_a": "on", "attention": "triton", "latent_norm_rope": "triton"},
 }
 if torch.cuda.is_available() and importlib.util.find_spec("cutlass"):

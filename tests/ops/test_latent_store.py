@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_kit import DEVICE, LAYOUTS, POOL_DTYPES, make_pool, random_bits, recorded_stores, watched_memory
 
-from dspark_model.ops import PoolGeometry, latent_store, pool_row_width, quantise_rows
+from dspark_model.ops import PoolGeometry, dequantise_rows, latent_store, pool_row_width, quantise_rows
 from dspark_model.ops.row_addresses import RowAddresses
 from dspark_model.testing import assert_bitwise_equal, poison_
 
@@ -92,6 +92,16 @@ def test_an_fp8_pool_gets_its_own_form_of_the_owned_rows(width, layout, dtype, f
     with watched_memory(latents, *tensors(where), writes=views):
         latent_store(views, latents, where, fused=fused)
     assert_bitwise_equal(storage, wanted)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ties_between_two_values_of_an_fp8_pool_go_to_the_even_one(fused):
+    """448 keeps the scale 1; between 16 and 18 to 16, 18 and 20 to 20; between 0, 2^-9 and 2^-8 to 0 and 2^-8."""
+    _, views = make_pool(1, 1, 1, 32, "layer_major", FP8)
+    there = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    latents = torch.tensor([448, 17, -19, 2.0**-10, -3 * 2.0**-10], device=DEVICE)
+    latent_store(views, latents[None, None, None], RowAddresses(there, there, there == 0), fused=fused)
+    assert dequantise_rows(views[0][0, 0], 5).tolist() == [448, 16, -20, 0, -(2.0**-8)]
 
 
 def random_latents(*shape: int) -> torch.Tensor:
