@@ -270,9 +270,10 @@ def test_an_fp8_pool_of_another_width_is_refused(backend):
 
 
 def test_kernel_refuses_rows_of_an_fp8_pool_off_16_bytes():
-    fp8, _ = as_fp8(make([3], rows=2, page_size=4), stride=36)
+    (queries, pool, *rest), _ = as_fp8(make([3], rows=2, page_size=4), stride=36)
+    moved = torch.empty_strided(pool.shape, pool.stride(), dtype=pool.dtype, device=DEVICE).copy_(pool)
     with pytest.raises(ValueError, match=r"begin \(144, 36, 1\) bytes apart; wanted multiples of 16"):
-        attend([value.to(DEVICE) for value in fp8], backend="triton")
+        attend((queries.to(DEVICE), moved, *(value.to(DEVICE) for value in rest)), backend="triton")
 
 
 SERVED = {
