@@ -16,8 +16,9 @@ from dspark_model.kv_pool import LatentKVPool
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.packing import pack_linears
 from dspark_model.presets import load_runtime
+from dspark_model.runtime import pool_dtype_for
 from dspark_model.sampling import SamplingParams
-from dspark_model.serving_config import KvDtype, PoolConfig, RuntimeConfig
+from dspark_model.serving_config import PoolConfig, RuntimeConfig
 from dspark_model.target import Target
 from dspark_model.worker import DFlashWorker
 
@@ -295,6 +296,6 @@ def _build(
         max_positions=longest,
         num_drafts=num_drafts,
     )
-    named = None if runtime.kv_dtype is KvDtype.AUTO else getattr(torch, runtime.kv_dtype, None)
-    pool = LatentKVPool(size, drafter.config, dtype=named or drafter.dtype, device=settings.device)
+    dtype = pool_dtype_for(runtime.kv_dtype, drafter.dtype)
+    pool = LatentKVPool(size, drafter.config, dtype=dtype, device=settings.device)
     return target, DFlashWorker(drafter, pool, runtime)

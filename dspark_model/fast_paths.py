@@ -43,7 +43,7 @@ def cute_obstacle(device: torch.device) -> Obstacle | None:
 def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
     """Why the fused bookkeeping kernels cannot serve this model and pool, or are not worth it."""
     embedding = model.embed_tokens.weight
-    if pool.dtype is not model.dtype:
+    if pool.dtype not in (model.dtype, torch.float8_e4m3fn):
         return Obstacle(f"its stores copy bits, and the pool is {pool.dtype} while the model is {model.dtype}")
     if model.mask_row.dtype is not embedding.dtype:
         return Obstacle(f"the mask row is {model.mask_row.dtype} and the embedding {embedding.dtype}")
@@ -58,7 +58,7 @@ def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> 
 
 def direct_write_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
     """Why norm and rotation cannot store into this pool themselves, whatever their backend."""
-    if pool.dtype is not model.dtype:
+    if pool.dtype not in (model.dtype, torch.float8_e4m3fn):
         return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
     return None
 
@@ -99,7 +99,8 @@ def obstacles(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, Obst
 
 def attention_obstacle(backend: str, model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
     """Why a backend of `ops.block_attention` cannot serve this model and pool, or is not worth it."""
-    if pool.dtype is not model.dtype:
+    fp8_pool = pool.dtype is torch.float8_e4m3fn
+    if pool.dtype is not model.dtype and not fp8_pool:
         return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
     config, device = model.config, model.device
     reason = block_attention_refusal(
@@ -111,11 +112,14 @@ def attention_obstacle(backend: str, model: MLADSparkForCausalLM, pool: PagedLat
         page_size=pool.config.page_size,
         heads=config.num_attention_heads,
         causal=config.is_causal,
+        fp8_pool=fp8_pool,
     )
     if reason is not None:
         return Obstacle(reason)
     if backend == "cute" and any(stride % 8 for view in pool.layer_views for stride in view.stride()[:2]):
         return Obstacle("cute wants rows of the pool at multiples of 8 values")
+    if fp8_pool and any(view.data_ptr() % 16 or any(s % 16 for s in view.stride()[:2]) for view in pool.layer_views):
+        return Obstacle(f"{backend} wants rows of an fp8 pool at multiples of 16 bytes")
     return triton_obstacle(device) if backend in ("triton", "causal_fixup") else None
 
 

@@ -24,7 +24,8 @@ class PrefixHandle:
 class PagedLatents:
     """What a worker needs of any pool.
 
-    layer_views: one tensor [pages, page_size, D] per layer, any stride between pages, D = kv_lora_rank + qk_rope_head_dim.
+    layer_views: one tensor [pages, page_size, W] per layer, any stride between pages; W = `ops.pool_row_width` of
+        kv_lora_rank + qk_rope_head_dim values: that many, and more bytes in a float8_e4m3fn pool.
     page_table: int32 [max_requests, P], -1 where a slot has no page; num_pages: int64 [max_requests].
     """
 
@@ -62,8 +63,9 @@ class PagedLatents:
 class LatentKVPool(PagedLatents):
     """A pool that owns its memory and hands out its pages.
 
-    It keeps exactly kv_lora_rank + qk_rope_head_dim values a token and layer: 5,760 bytes a token at Kimi K3's shape in
-    bf16.  Memory is not cleared: a row is written before it is read.
+    It keeps exactly kv_lora_rank + qk_rope_head_dim values a token and layer, 5,760 bytes a token at Kimi K3's shape in bf16;
+    with dtype float8_e4m3fn the rows of `ops.quantise_rows`, 2,960 bytes.  Memory is not cleared: a row is written before it
+    is read.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class LatentKVPool(PagedLatents):
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ):
-        layers, pages, width = drafter.num_hidden_layers, config.num_pages, drafter.latent_dim
+        layers, pages, width = drafter.num_hidden_layers, config.num_pages, ops.pool_row_width(drafter.latent_dim, dtype)
         if config.layout is Layout.LAYER_MAJOR:
             self.storage = torch.empty((layers, pages, config.page_size, width), dtype=dtype, device=device)
             views = self.storage.unbind(0)
@@ -213,8 +215,8 @@ class LatentKVPool(PagedLatents):
 class ExternalLatentPool(PagedLatents):
     """A pool in memory of an outside engine, which also decides who owns which page.
 
-    layer_views: one tensor [pages, page_size, D] per layer, any strides between pages.  Each step brings `block_table`,
-    integer [requests of the step, P], with value = page x `divisor` or below 0 for "no page".
+    layer_views: one tensor [pages, page_size, W] per layer, any strides between pages, W as in `PagedLatents`.
+    Each step brings `block_table`, integer [requests of the step, P], with value = page x `divisor` or below 0 for "no page".
     """
 
     def __init__(self, config: PoolConfig, drafter: DrafterConfig, layer_views: Sequence[torch.Tensor], *, divisor: int = 1):
@@ -294,9 +296,11 @@ def _check_views(views: tuple[torch.Tensor, ...], config: PoolConfig, drafter: D
         raise ValueError(f"{len(views)} layer views were given, wanted one for each of {drafter.num_hidden_layers} layers")
     first = views[0]
     for index, view in enumerate(views):
-        wanted = (first.shape[0], config.page_size, drafter.latent_dim)
+        wanted = (first.shape[0], config.page_size, ops.pool_row_width(drafter.latent_dim, first.dtype))
         if tuple(view.shape) != wanted:
-            raise ValueError(f"layer view {index} has shape {list(view.shape)}, wanted [pages, page_size, D] = {list(wanted)}")
+            raise ValueError(
+                f"layer view {index} has shape {list(view.shape)} in {view.dtype}, wanted [pages, page_size, W] {list(wanted)}"
+            )
         if view.dtype is not first.dtype or view.device != first.device:
             raise ValueError(f"layer view {index} is {view.dtype} on {view.device}, view 0 {first.dtype} on {first.device}")
         if view.stride(-1) != 1:

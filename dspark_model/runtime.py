@@ -133,6 +133,8 @@ def _direct_write_obstacle(backend: str, surroundings: Surroundings) -> Obstacle
     """What the backend of norm and rotation has against storing into the pool itself."""
     if backend == LatentNormRope.TORCH:
         return Obstacle("latent_norm_rope=torch has no kernel that stores into the pool")
+    if backend == LatentNormRope.CUTE and surroundings.pool_dtype is torch.float8_e4m3fn:
+        return Obstacle("latent_norm_rope=cute has no form that stores into an fp8 pool")
     return surroundings.backends["latent_norm_rope"][backend]
 
 
@@ -172,13 +174,9 @@ def _resolve_backend(name: str, value: str, surroundings: Surroundings) -> Choic
 
 
 def pool_dtype_for(kv_dtype: KvDtype, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a pool that a worker with this `RuntimeConfig.kv_dtype` accepts.
-
-    Raises:
-        ConfigError: this version has no pool of that type.
-    """
+    """The dtype of a pool that a worker with this `RuntimeConfig.kv_dtype` accepts."""
     if kv_dtype is KvDtype.FP8_E4M3:
-        raise ConfigError("runtime.kv_dtype=fp8_e4m3 is not in this version; use auto, float32, bfloat16 or float16")
+        return torch.float8_e4m3fn
     return model_dtype if kv_dtype is KvDtype.AUTO else getattr(torch, kv_dtype)
 
 
@@ -189,4 +187,5 @@ def _resolve_kv_dtype(value: str, model_dtype: torch.dtype, pool_dtype: torch.dt
             f"runtime.kv_dtype={value} wants a pool of {wanted} (the model is {model_dtype}), but the pool is {pool_dtype}; "
             "build the pool with that dtype or set runtime.kv_dtype"
         )
-    return Choice("kv_dtype", value, str(pool_dtype).removeprefix("torch."), "dtype of the pool")
+    in_force = str(pool_dtype).removeprefix("torch.") if value is KvDtype.AUTO else value
+    return Choice("kv_dtype", value, in_force, "dtype of the pool")

@@ -193,6 +193,42 @@ MUTANTS = (
         "ops/test_latent_store.py::test_nan_of_rows_that_are_not_owned_stays_out[torch.bfloat16-True]",
     ),
     Mutant(
+        "kernel_rounds_ties_of_fp8_up", "kernels/dspark_kernels/triton/fp8_rows.py",
+        "0x7FFFF + ((bits >> 20) & 1)",
+        "0x80000",
+        "ops/test_latent_store.py::test_ties_between_two_values_of_an_fp8_pool_go_to_the_even_one[True]",
+    ),
+    Mutant(
+        "kernel_scale_of_fp8_is_too_small", "kernels/dspark_kernels/triton/fp8_rows.py",
+        "(top + 0x1FFFFF) >> 23",
+        "top >> 23",
+        "ops/test_latent_store.py::test_an_fp8_pool_gets_its_own_form_of_the_owned_rows[48-layer_major-torch.float32-True]",
+    ),
+    Mutant(
+        "fp8_scale_is_too_small", "dspark_model/ops/fp8_rows.py",
+        "exponent - 9 + (mantissa > 0.875)",
+        "exponent - 9",
+        "ops/test_fp8_rows.py::test_the_scale_changes_just_above_448[0]",
+    ),
+    Mutant(
+        "fp8_rows_hide_what_is_not_finite", "dspark_model/ops/fp8_rows.py",
+        "torch.where(finite, _power_of_two(exponent), torch.nan)",
+        "_power_of_two(exponent)",
+        "ops/test_fp8_rows.py::test_a_row_that_is_not_finite_comes_back_as_nan[0-nan]",
+    ),
+    Mutant(
+        "kernel_quantises_before_it_rounds", "kernels/dspark_kernels/triton/latent_norm_rope.py",
+        "turned_odd = turned_odd.to(kind).to(tl.float32)",
+        "turned_odd = turned_odd * 1.0",
+        "ops/test_latent_norm_rope.py::test_the_direct_store_into_an_fp8_pool_is_the_plain_kernel_and_a_store_behind_it[torch.bfloat16-512-64]",
+    ),
+    Mutant(
+        "kernel_leaves_the_scale_of_values_out", "kernels/dspark_kernels/triton/block_attention.py",
+        "weights = weights * scale[None, :]",
+        "weights = weights * 1.0",
+        "ops/test_block_attention.py::test_kernel_takes_from_an_fp8_pool_the_bits_of_a_pool_of_the_same_keys[0-False-None]",
+    ),
+    Mutant(
         "kernel_takes_pages_for_adjacent", "kernels/dspark_kernels/triton/latent_store.py",
         "page * page_stride",
         "page * row_stride",

@@ -16,6 +16,8 @@ import torch
 from dspark_model import ContextChunk, DFlashWorker, DrafterConfig, GenerationRows, LatentKVPool, PoolConfig, StepInput
 from dspark_model.kv_pool import ExternalLatentPool, PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
+from dspark_model.ops import pool_row_width
+from dspark_model.runtime import pool_dtype_for
 from dspark_model.serving_config import Layout, RuntimeConfig
 from dspark_model.step_io import StepOutput
 from dspark_model.testing import assert_bitwise_equal
@@ -30,6 +32,8 @@ PROFILES = {
     "merged_triton": {"merged_qkv_a": "on", "latent_norm_rope": "triton"},
     "attention": {"attention": "triton", "latent_norm_rope": "triton"},
     "low_m": {"gemm": "low_m", "attention": "triton", "latent_norm_rope": "triton"},
+    "fp8": {"kv_dtype": "fp8_e4m3"},
+    "fp8_triton": {"kv_dtype": "fp8_e4m3", "attention": "triton", "latent_norm_rope": "triton"},
     "low_m_merged": {"gemm": "low_m", "merged_qkv_a": "on", "attention": "triton", "latent_norm_rope": "triton"},
 }
 if torch.cuda.is_available() and importlib.util.find_spec("cutlass"):
@@ -125,9 +129,10 @@ def make_worker(
     a padded batch has another row count, and equality to the bit is for equal ones."""
     sizes = {"num_pages": num_pages, "max_requests": max_requests, "max_positions": 12 * page_size}
     config = PoolConfig(page_size=page_size, layout=layout, **sizes)
-    pool = LatentKVPool(config, model.config, dtype=model.dtype, device=model.device)
+    dtype = pool_dtype_for(runtime.kv_dtype, model.dtype)
+    pool = LatentKVPool(config, model.config, dtype=dtype, device=model.device)
     pattern = torch.arange(pool.storage.numel(), device=model.device) % 251
-    pool.storage.copy_(pattern.reshape(pool.storage.shape).to(pool.dtype) - 120)
+    pool.storage.copy_((pattern - 120).reshape(pool.storage.shape).to(pool.dtype))
     return DFlashWorker(model, pool, runtime, graph_batch_sizes=range(1, max_requests + 1))
 
 
@@ -136,9 +141,10 @@ DIVISOR = 3  # of the encoded offsets of lent pages
 
 def make_lent_worker(model: MLADSparkForCausalLM, runtime: RuntimeConfig, *, page_size: int = PAGE) -> DFlashWorker:
     """As `make_worker`, in a pool of an outside engine, with a gap behind the layers of each page."""
-    pages, layers, width = 160, model.config.num_hidden_layers, model.config.latent_dim
+    dtype = pool_dtype_for(runtime.kv_dtype, model.dtype)
+    pages, layers, width = 160, model.config.num_hidden_layers, pool_row_width(model.config.latent_dim, dtype)
     memory = torch.arange(pages * (layers + 1) * page_size * width, device=model.device) % 251 - 120
-    views = memory.to(model.dtype).view(pages, layers + 1, page_size, width).unbind(1)[:layers]
+    views = memory.to(dtype).view(pages, layers + 1, page_size, width).unbind(1)[:layers]
     config = PoolConfig(page_size=page_size, num_pages=pages, max_requests=12, max_positions=12 * page_size)
     pool = ExternalLatentPool(config, model.config, views, divisor=DIVISOR)
     return DFlashWorker(model, pool, runtime, graph_batch_sizes=range(1, 13))

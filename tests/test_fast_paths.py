@@ -117,6 +117,48 @@ def test_nothing_stands_in_the_way_of_the_prologue(model, triton_runs, layout):
     assert fast_paths.fused_prologue_obstacle(model, own_pool(model, layout)) is None
 
 
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_nothing_stands_in_the_way_of_triton_on_an_fp8_pool(model, triton_runs, layout):
+    pool = own_pool(model, layout, FP8)
+    assert fast_paths.fused_prologue_obstacle(model, pool) is None
+    assert fast_paths.direct_write_obstacle(model, pool) is None
+    assert fast_paths.attention_obstacle("triton", model, pool) is None
+
+
+@pytest.mark.parametrize("backend", ["cute", "causal_fixup", "flashinfer"])
+def test_other_attention_does_not_read_fp8_pools(model, backend):
+    pool = own_pool(model, dtype=FP8)
+    wanted = Obstacle(f"{backend} does not read fp8 pools; triton and torch do")
+    assert fast_paths.attention_obstacle(backend, model, pool) == wanted
+    runtime = dataclasses.replace(RuntimeConfig.plain(), kv_dtype="fp8_e4m3", attention=backend)
+    with pytest.raises(ConfigError, match=f"attention={backend} cannot run: {backend} does not read fp8 pools"):
+        DFlashWorker(model, pool, runtime)
+
+
+def test_attention_wants_rows_of_an_fp8_pool_at_16_bytes(model, triton_runs):
+    memory = torch.zeros(2, POOL.num_pages, POOL.page_size * 64 + 8, dtype=FP8, device=DEVICE)
+    views = memory[..., : POOL.page_size * 64].unflatten(-1, (POOL.page_size, 64)).unbind(0)
+    pool = external_pool(model, views)
+    assert fast_paths.attention_obstacle("triton", model, pool) == Obstacle(
+        "triton wants rows of an fp8 pool at multiples of 16 bytes"
+    )
+    assert fast_paths.fused_prologue_obstacle(model, pool) is None
+
+
+def test_cute_does_not_write_into_an_fp8_pool():
+    free = dict.fromkeys(SWITCHES)
+    surroundings = Surroundings(torch.bfloat16, FP8, free, {"latent_norm_rope": {"triton": None, "cute": None}})
+    runtime = RuntimeConfig(kv_dtype="fp8_e4m3", latent_norm_rope="cute")
+    choice = resolve_runtime(runtime, surroundings)["direct_pool_write"]
+    assert choice.fell_back and choice.reason == "latent_norm_rope=cute has no form that stores into an fp8 pool"
+    with pytest.raises(ConfigError, match="direct_pool_write=require cannot be met: latent_norm_rope=cute has no form"):
+        resolve_runtime(dataclasses.replace(runtime, direct_pool_write="require"), surroundings)
+    assert resolve_runtime(dataclasses.replace(runtime, latent_norm_rope="triton"), surroundings).takes("direct_pool_write")
+
+
 def test_every_switch_is_asked_about(model):
     assert set(fast_paths.obstacles(model, own_pool(model))) == SWITCHES
 

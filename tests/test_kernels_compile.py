@@ -78,6 +78,18 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
         softmax_scale=0.07, max_seq_len=1 << 17, causal=False, window=None, processors=132,
         tuning=choose_tuning(14, bf16, by_hand=False, shared_bytes=H200_SHARED_MEMORY),
     )
+    # An fp8 pool: rows that are quantised as they are stored, and keys of one byte a value.
+    fp8 = torch.zeros(LAYERS, 2, PAGE, ops.pool_row_width(LATENT, torch.float8_e4m3fn), dtype=torch.float8_e4m3fn).unbind(0)
+    ops.latent_store(fp8[:1], latents[:1], where, fused=True)
+    ops.latent_store(fp8, latents, where, fused=True)
+    ops.context_store(fp8, latents, slots, slots, slots, table, lens, fused=True)
+    ops.latent_norm_rope_store(flat[0], weight[0], 1e-5, rotations, fp8[0], where, backend="triton")
+    for options in ({"causal": False, "window": None, "slots": slots}, {"causal": True, "window": 4096, "lse": statistics}):
+        block_attention(
+            queries, fp8[0], integers(batch, 9, dtype=torch.int32), slots, slots, kv_lora_rank=LATENT - ROPE,
+            softmax_scale=0.07, max_seq_len=1 << 17, processors=132,
+            tuning=choose_tuning(56 * batch, bf16, by_hand=False, shared_bytes=H200_SHARED_MEMORY), **options,
+        )
     hidden = torch.zeros(8, HIDDEN, dtype=torch.bfloat16)
     ops.rms_norm(hidden, hidden[0], 1e-5, backend="triton")
     ops.noise_block(slots, hidden, hidden[0], rows, fused=True)

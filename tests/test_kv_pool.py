@@ -166,6 +166,7 @@ def test_external_views_are_checked():
         r"layer view 1 has shape \[4, 8, 40\]": [good[0], torch.zeros(4, 8, 40)],
         r"layer view 1 has shape \[5, 8, 48\]": [good[0], torch.zeros(5, 8, 48)],
         r"layer view 0 has shape \[4, 16, 48\]": [torch.zeros(4, 16, 48)] * 2,
+        r"layer view 0 has shape \[4, 8, 48\] in torch.float8_e4m3fn, .* \[4, 8, 64\]": [good[0].to(torch.float8_e4m3fn)] * 2,
         "layer view 1 is torch.bfloat16": [good[0], good[1].bfloat16()],
         "layer view 1 is torch.float32 on meta": [good[0], good[1].to("meta")],
         "layer view 0 has stride 8 between": [torch.zeros(4, 48, 8).transpose(1, 2)] * 2,

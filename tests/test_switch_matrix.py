@@ -49,6 +49,8 @@ def grid() -> list[tuple]:
         (profile, name, switches_of(profile), 2, Layout.PAGE_MAJOR) for profile in ("torch", "triton") for name in SCENARIOS
     ]
     rows += [("merged", name, switches_of("merged"), 2, Layout.PAGE_MAJOR) for name in ("mixed", "ceiling")]
+    rows += [("fp8", name, switches_of("fp8"), 2, Layout.PAGE_MAJOR) for name in ("mixed", "turnover", "ceiling")]
+    rows += [("fp8_triton", name, switches_of("fp8_triton"), 2, Layout.LAYER_MAJOR) for name in ("steady", "padded")]
     rows += [("merged_triton", name, switches_of("merged_triton"), 2, Layout.PAGE_MAJOR) for name in ("steady", "padded")]
     return [*rows, ("low_m_merged", "ceiling", switches_of("low_m_merged"), 1, Layout.PAGE_MAJOR)]
 

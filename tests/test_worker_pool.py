@@ -1,5 +1,6 @@
 """The paged pool under a working drafter (faults A34 to A44)."""
 
+import dataclasses
 import math
 import mmap
 
@@ -8,6 +9,7 @@ import torch
 from worker_kit import Bench, FakeTarget, changed_pages, close, digest, external_pool, make_pool, page_digests, prompt, snapshot
 
 from dspark_model import CapacityError, ConfigError, DFlashWorker, ExternalLatentPool, PoolConfig, RuntimeConfig
+from dspark_model.ops import dequantise_rows
 from dspark_model.serving_config import Layout
 from dspark_model.step_io import GenerationRows, StepInput
 from dspark_model.testing import assert_bitwise_equal, poison_, random_model, tiny_config
@@ -242,13 +244,63 @@ def test_a44_pool_and_model_of_the_same_half_type(dtype):
     close(output.trace.draft.base_logits[0], wanted["base"], bound=0.7)
 
 
-def test_a44_eight_bit_pools_without_scales_are_refused():
+def test_a44_eight_bit_pools_that_were_not_asked_for_are_refused():
     for dtype in (torch.float8_e4m3fn, torch.int8):
         pool = make_pool(dtype=dtype, fill=None)
         with pytest.raises(ConfigError, match="wants a pool of torch.float32"):
             DFlashWorker(random_model(tiny_config()), pool, RuntimeConfig.plain())
-    with pytest.raises(ConfigError, match="fp8_e4m3"):
+    with pytest.raises(ConfigError, match="kv_dtype=fp8_e4m3 wants a pool of torch.float8_e4m3fn"):
         Bench(runtime=RuntimeConfig(kv_dtype="fp8_e4m3"))
+
+
+FP8_RUNTIME = dataclasses.replace(RuntimeConfig.plain(), kv_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a44_fp8_pool(dtype, layout):
+    """Each row comes back within what one rounding to 3 bits costs, and logits stay within a stated distance of float64."""
+    pool = make_pool(dtype=torch.float8_e4m3fn, layout=layout)
+    bench = Bench(pool=pool, dtype=dtype, runtime=FP8_RUNTIME)
+    bench.admit("a", prompt(30))
+    bench.prefill("a")
+    output = bench.generate({"a": 5}, trace=True)
+    assert output.runtime["kv_dtype"].in_force == "fp8_e4m3"
+    assert pool.bytes_per_token == 2 * 64
+    rows, wanted = dequantise_rows(bench.latents("a"), 48).double(), bench.dense.context_latents(bench.taps("a"))
+    relative = (rows - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert 0.01 < relative.mean() < relative.max() < 0.04
+    wanted = bench.dense.draft(bench.taps("a"), bench.scripts["a"].anchor, 7)
+    close(output.trace.draft.base_logits[0], wanted["base"], bound=1.5)
+
+
+@pytest.mark.parametrize("length", [16, 19])
+def test_a44_prefix_of_an_fp8_pool_is_copied_byte_by_byte(length):
+    bench = Bench(pool=make_pool(dtype=torch.float8_e4m3fn), runtime=FP8_RUNTIME)
+    bench.admit("a", prompt(30))
+    bench.prefill("a")
+    handle = bench.worker.retain_prefix("a", num_tokens=length)
+    bench.admit("b", prompt(30), prefix=handle)
+    bench.step(context=[bench.chunk("b", length)])
+    assert_bitwise_equal(bench.latents("b", length), bench.latents("a", length))
+    for key in ("a", "b"):
+        bench.generate({key: 7})
+    assert_bitwise_equal(bench.latents("b"), bench.latents("a"))
+
+
+def test_a44_fp8_pool_of_an_outside_engine():
+    """Row for row what an own pool holds."""
+    table = torch.arange(10).flip(0)[None]
+    lent = external_pool(dtype=torch.float8_e4m3fn)
+    found = []
+    for pool, block_table in ((make_pool(dtype=torch.float8_e4m3fn), None), (lent, table)):
+        bench = Bench(pool=pool, runtime=FP8_RUNTIME)
+        bench.admit("a", prompt(30))
+        bench.prefill("a", block_table=block_table)
+        output = bench.generate({"a": 3}, block_table=block_table)
+        found.append((bench.latents("a", 41), output.draft_tokens))
+    assert_bitwise_equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -258,6 +310,9 @@ def test_a44_bytes_of_a_token_at_the_shape_of_kimi_k3(layout):
     pool = make_pool(config, dtype=torch.bfloat16, num_pages=3, page_size=32, layout=layout)
     assert pool.storage.untyped_storage().nbytes() == 3 * 32 * 5760
     assert pool.bytes_per_token == 5760
+    pool = make_pool(config, dtype=torch.float8_e4m3fn, num_pages=3, page_size=32, layout=layout)
+    assert pool.storage.untyped_storage().nbytes() == 3 * 32 * 2960
+    assert pool.bytes_per_token == 2960
 
 
 def test_a36_rows_of_rejected_drafts_leave_no_trace():

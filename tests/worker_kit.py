@@ -7,6 +7,7 @@ import torch
 from worker_reference import DenseDrafter
 
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool
+from dspark_model.ops import pool_row_width
 from dspark_model.serving_config import PoolConfig, RuntimeConfig
 from dspark_model.step_io import ContextChunk, GenerationRows, StepInput
 from dspark_model.testing import random_model, tiny_config
@@ -194,14 +195,17 @@ def make_pool(config=None, *, dtype=torch.float32, fill: float | None = float("n
     return pool
 
 
-def external_pool(config=None, *, divisor: int = 1, page_stride: int | None = None, **changes) -> ExternalLatentPool:
+def external_pool(
+    config=None, *, dtype=torch.float32, divisor: int = 1, page_stride: int | None = None, **changes
+) -> ExternalLatentPool:
     """Layer views into one NaN-filled buffer of pages [num_pages, L, page_size, D], as an engine would lend them."""
     config = config or tiny_config()
     sizes = {"page_size": 8, "num_pages": 40, "max_requests": 5, "max_positions": 96, "num_drafts": 7, **changes}
-    row, layers = sizes["page_size"] * config.latent_dim, config.num_hidden_layers
+    width, layers = pool_row_width(config.latent_dim, dtype), config.num_hidden_layers
+    row = sizes["page_size"] * width
     stride = page_stride or layers * row + 48
-    buffer = torch.full((sizes["num_pages"] * stride,), float("nan"))
-    shape, strides = (sizes["num_pages"], sizes["page_size"], config.latent_dim), (stride, config.latent_dim, 1)
+    buffer = torch.full((sizes["num_pages"] * stride,), float("nan"), dtype=dtype)
+    shape, strides = (sizes["num_pages"], sizes["page_size"], width), (stride, width, 1)
     views = [buffer.as_strided(shape, strides, layer * row) for layer in range(layers)]
     return ExternalLatentPool(PoolConfig(**sizes), config, views, divisor=divisor)
 

@@ -13,6 +13,7 @@ from dspark_model.ops.confidence import confidence
 from dspark_model.ops.context_rows import ContextRows, context_rows
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table, refresh_block_table
+from dspark_model.ops.fp8_rows import dequantise_rows, pool_row_width, quantise_rows
 from dspark_model.ops.fp32_linear import fp32_linear
 from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
@@ -62,6 +63,7 @@ __all__ = [
     "confidence",
     "context_store",
     "decode_block_table",
+    "dequantise_rows",
     "fp32_linear",
     "fused_chain_refusal",
     "latent_norm_rope",
@@ -75,6 +77,8 @@ __all__ = [
     "pack_weight",
     "packed_linear",
     "per_head_product",
+    "pool_row_width",
+    "quantise_rows",
     "refresh_block_table",
     "rms_norm",
     "rope_rotate",

@@ -4,6 +4,8 @@ import importlib.util
 
 import torch
 
+from dspark_model.ops.fp8_rows import FP8, check_pool_row_width, dequantise_rows
+
 BACKENDS = ("torch", "triton", "cute", "causal_fixup", "flashinfer")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _16_BIT_DTYPES = (torch.bfloat16, torch.float16)
@@ -21,10 +23,12 @@ def block_attention_refusal(
     causal: bool = False,
     window: int | None = None,
     captured: bool = False,
+    fp8_pool: bool = False,
 ) -> str | None:
     """Why `block_attention` with this backend does not take such calls; None where it does.
 
-    dtype: of queries and latents; width: values of a latent row; captured: the call becomes part of a CUDA graph.
+    dtype: of queries and latents; width: values of a latent row; captured: the call becomes part of a CUDA graph; fp8_pool: the
+    latents are rows of an fp8 pool, and dtype is that of the queries.
     """
     if backend not in BACKENDS:
         return f"block_attention has no backend {backend!r}; choose one of {', '.join(BACKENDS)}"
@@ -36,24 +40,33 @@ def block_attention_refusal(
         return None
     if causal and backend not in ("triton", "cute"):
         return f"{backend} attends to the whole block, and this block is causal; cute, triton and torch take both"
+    if fp8_pool and backend != "triton":
+        return f"{backend} does not read fp8 pools; triton and torch do"
     if backend == "cute":
         return _cute_refusal(device, dtype, kv_lora_rank, width, page_size)
     if backend == "flashinfer":
         return _flashinfer_refusal(device, dtype, kv_lora_rank, width, window, captured)
-    return _triton_refusal(device, dtype, backend)
+    return _triton_refusal(device, dtype, backend, fp8_pool)
 
 
-def _triton_refusal(device: torch.device, dtype: torch.dtype, backend: str) -> str | None:
+def _triton_refusal(device: torch.device, dtype: torch.dtype, backend: str, fp8_pool: bool) -> str | None:
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("dspark_kernels") is None:
         return f"{backend} needs the packages triton and dspark_kernels, and one of them is not installed"
     from triton import knobs
 
     if device.type not in (("cuda", "cpu") if knobs.runtime.interpret else ("cuda",)):
         return f"{backend} runs on CUDA devices, got {device}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{backend} needs a device of capability 8.0 or later, got {torch.cuda.get_device_capability(device)}"
+    least = (8, 9) if fp8_pool else (8, 0)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < least:
+        found = torch.cuda.get_device_capability(device)
+        return (
+            f"{backend} needs a device of capability {least[0]}.{least[1]} or later{' for fp8 pools' * fp8_pool}, got {found}"
+        )
     if dtype not in _TRITON_DTYPES:
         return f"{backend} takes queries and latents of bfloat16, float16 or float32, got {dtype}"
+    # A weight times the scale would leave float16's range.
+    if fp8_pool and dtype is torch.float16:
+        return f"{backend} takes queries of bfloat16 or float32 with fp8 pools, got {dtype}"
     return None
 
 
@@ -111,7 +124,8 @@ def block_attention(
     (multi-head latent attention with W_UK absorbed into the query, DeepSeek-V2, arXiv 2405.04434).
 
     queries: [B, N, heads, D], N block rows, the absorbed part then the rotary part.
-    latents: [pages, page_size, D], one layer of the pool; the block's own rows are there already, behind the context.
+    latents: [pages, page_size, D], one layer of the pool; the block's own rows are there already, behind the context.  An fp8
+        pool has rows of another width, and the keys are `dequantise_rows` of them.
     page_table: int32 [S, P]; context_lens: int64 [B]; seq_lens: int64 [B], keys of each request: context and block.
         Rows at or past seq_lens[b] and entries of pages that hold no key are never used, even if NaN or no page.
     slots: int64 [B], the table's row of each request; None: request b has row b.  A slot of -1 stands for a request with
@@ -122,7 +136,8 @@ def block_attention(
         either.  None: all rows see the whole context.
     backend: `torch`;
         `triton`: reads each key once a 64 query rows, gathers nothing, never waits for the device, and rounds the weights to
-            the pool's dtype before the product with the values;
+            the queries' dtype before the product with the values.  From an fp8 pool of rows at multiples of 16 bytes it gives
+            the bits that it gives for a pool of the queries' dtype with the same keys;
         `cute`: the same for Hopper, in CuTe DSL;
         `causal_fixup`: the Triton kernel run causally, then the block's strict upper triangle in torch, merged by log-sum-exp:
             what an engine does whose paged kernel is causal only.  It rounds the causal part once more;
@@ -160,7 +175,8 @@ def block_attention(
         used = used & (index >= context_lens[:, None] - window)
     held = used.view(batch, pages.shape[1], page_size).any(-1)
     pages = torch.where(held, pages, 0)
-    keys = latents[pages].reshape(batch, pages.shape[1] * page_size, width).float()
+    keys = latents[pages].flatten(1, 2)
+    keys = dequantise_rows(keys, width) if latents.dtype is FP8 else keys.float()
     keys = torch.where(used[..., None], keys, 0.0)
     visible = used[:, None, :].expand(batch, rows, -1)
     if causal:
@@ -178,9 +194,11 @@ def block_attention(
 def _check_served(backend: str, queries, latents, kv_lora_rank: int, causal: bool, window: int | None) -> None:
     """Raises ValueError with the backend's refusal."""
     captured = queries.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    fp8_pool = latents.dtype is FP8
+    rows = queries if fp8_pool else latents
     reason = block_attention_refusal(
-        backend, device=queries.device, dtype=latents.dtype, kv_lora_rank=kv_lora_rank, width=latents.shape[-1],
-        page_size=latents.shape[1], heads=queries.shape[2], causal=causal, window=window, captured=captured,
+        backend, device=queries.device, dtype=rows.dtype, kv_lora_rank=kv_lora_rank, width=rows.shape[-1],
+        page_size=latents.shape[1], heads=queries.shape[2], causal=causal, window=window, captured=captured, fp8_pool=fp8_pool,
     )  # fmt: skip
     if reason is not None:
         raise ValueError(f"block_attention={backend}: {reason}")
@@ -213,7 +231,7 @@ def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_ran
         kv_lora_rank=kv_lora_rank,
         max_seq_len=max_seq_len,
         processors=processors,
-        tuning=choose_tuning(block * heads, latents.dtype, by_hand=by_hand, shared_bytes=shared_bytes),
+        tuning=choose_tuning(block * heads, queries.dtype, by_hand=by_hand, shared_bytes=shared_bytes),
         lse=lse,
         **options,
     )
@@ -258,9 +276,13 @@ def _in_steps_of_16_bytes(tensor: torch.Tensor) -> bool:
 
 def _check_kernel_takes(queries, latents, page_table, context_lens, seq_lens, slots) -> None:
     """Raises ValueError for tensors that the kernels do not know."""
-    if queries.dtype is not latents.dtype:
+    if latents.dtype is FP8:
+        check_pool_row_width(latents, queries.shape[-1])
+        if not _in_steps_of_16_bytes(latents):
+            raise ValueError(f"rows of the fp8 pool begin {latents.stride()} bytes apart; wanted multiples of 16 for all")
+    elif queries.dtype is not latents.dtype:
         raise ValueError(f"queries are {queries.dtype} and latents {latents.dtype}; wanted one dtype for both")
-    if queries.shape[-1] != latents.shape[-1]:
+    elif queries.shape[-1] != latents.shape[-1]:
         raise ValueError(
             f"queries have {queries.shape[-1]} values a row, latents {latents.shape[-1]}; wanted rows of equal width"
         )

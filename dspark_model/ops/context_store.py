@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dspark_model.ops.latent_store import PoolGeometry, check_copyable, latent_store
+from dspark_model.ops.latent_store import PoolGeometry, bytes_if, fp8_width, latent_store
 from dspark_model.ops.row_addresses import row_addresses
 
 
@@ -22,10 +22,10 @@ def context_store(
     """Write the first count[b] of N rows of each request to its rows start[b], start[b] + 1, ...; rows without a page and
     dummy rows are skipped, nothing else changes.
 
-    layer_views: L tensors [pages, page_size, D]; latents: [L, B, N, D]; start, count: int64 [B]; slots: int64 [B], -1 for
-    dummy rows; page_table: int32 [S, P]; num_pages: int64 [S].  Values are rounded to the pool's dtype.
-    fused: one Triton kernel, equal to the bit, for pools with a `PoolGeometry` and latents of the pool's dtype; ValueError for
-    others.
+    layer_views: L tensors [pages, page_size, W]; latents: [L, B, N, D]; start, count: int64 [B]; slots: int64 [B], -1 for
+    dummy rows; page_table: int32 [S, P]; num_pages: int64 [S].  Values are rounded as
+    `latent_store` does it.
+    fused: one Triton kernel, equal to the bit, for what `latent_store` takes with it; ValueError for others.
     """
     if fused:
         _fused(layer_views, latents, start, count, slots, page_table, num_pages)
@@ -43,13 +43,13 @@ def _fused(layer_views, latents, start, count, slots, page_table, num_pages) -> 
     from dspark_kernels.triton.context_store import context_store_kernel
 
     geometry = PoolGeometry.of(layer_views)
-    check_copyable(layer_views, latents)
+    quantised = fp8_width(layer_views, latents)
     layers, batch, rows, width = latents.shape
     flat = latents.reshape(layers, batch * rows, width)
     if not flat.numel():
         return
     context_store_kernel[(batch * rows, layers)](
-        layer_views[0],
+        bytes_if(quantised, layer_views[0]),
         geometry.layer_stride,
         geometry.page_stride,
         geometry.row_stride,
@@ -62,5 +62,6 @@ def _fused(layer_views, latents, start, count, slots, page_table, num_pages) -> 
         layer_views[0].shape[1],
         WIDTH=width,
         WIDTH_LANES=triton.next_power_of_2(width),
+        FP8_WIDTH=quantised,
         num_warps=1,
     )

@@ -2,7 +2,7 @@
 
 import torch
 
-from dspark_model.ops.latent_store import check_copyable
+from dspark_model.ops.latent_store import bytes_if, fp8_width
 from dspark_model.ops.rms_norm import rms_norm
 from dspark_model.ops.rope_rotate import rope_rotate
 from dspark_model.ops.row_addresses import RowAddresses
@@ -43,21 +43,27 @@ def latent_norm_rope_store(
     """`latent_norm_rope` of one layer's rows, stored straight into the pool: the plain kernel with another store address, equal
     to the bit to it and `latent_store` behind it.
 
-    kv: [M, C + r]; weight: [C]; cos_sin: float32 [M, r]; layer_view: [pages, page_size, C + r] of kv's dtype; where: addresses
-    of M rows, of any shape; rows that are not owned are skipped.  backend: `triton` or `cute`.
+    kv: [M, C + r]; weight: [C]; cos_sin: float32 [M, r]; layer_view: [pages, page_size, C + r] of kv's dtype, or an fp8 pool's;
+    where: addresses of M rows, of any shape; rows that are not owned are skipped.  backend: `triton`, or `cute`, which has no
+    form for an fp8 pool.
 
     Raises:
         ValueError: the backend has no such kernel, or the view's dtype or width differs.
     """
     if backend not in _KERNELS:
         raise ValueError(f"latent_norm_rope={backend} has no kernel that stores into the pool; choose {' or '.join(_KERNELS)}")
-    check_copyable((layer_view,), kv[None])
+    quantised = fp8_width((layer_view,), kv[None])
+    if quantised and backend != "triton":
+        raise ValueError(f"latent_norm_rope={backend} has no form that stores into an fp8 pool; choose triton")
+    options = {"fp8_width": quantised} if quantised else {}
     strides = (0, layer_view.stride(0), layer_view.stride(1))
-    _KERNELS[backend](kv[None], weight[None], eps, cos_sin, layer_view, strides, where)
+    _KERNELS[backend](kv[None], weight[None], eps, cos_sin, bytes_if(quantised, layer_view), strides, where, **options)
 
 
-def _triton(kv, weight, eps: float, cos_sin, out, strides: tuple[int, int, int], where: RowAddresses | None) -> None:
-    """strides: of out between layers, pages and rows; where: None for rows side by side."""
+def _triton(
+    kv, weight, eps: float, cos_sin, out, strides: tuple[int, int, int], where: RowAddresses | None, *, fp8_width: int = 0
+) -> None:
+    """strides: of out between layers, pages and rows; where: None for rows side by side; fp8_width: see the kernel."""
     import triton
     from dspark_kernels.triton.latent_norm_rope import latent_norm_rope_kernel
 
@@ -82,6 +88,7 @@ def _triton(kv, weight, eps: float, cos_sin, out, strides: tuple[int, int, int],
         PAIRS=pairs,
         PAIR_LANES=triton.next_power_of_2(pairs),
         POOL=where is not None,
+        FP8_WIDTH=fp8_width,
         num_warps=4,
     )
 

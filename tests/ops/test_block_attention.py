@@ -9,7 +9,13 @@ import pytest
 import torch
 from kernel_kit import DEVICE, LAYOUTS, watched_memory
 
-from dspark_model.ops import attention_flashinfer, block_attention, block_attention_refusal
+from dspark_model.ops import (
+    attention_flashinfer,
+    block_attention,
+    block_attention_refusal,
+    dequantise_rows,
+    quantise_rows,
+)
 from dspark_model.ops.attention_fixup import add_upper_triangle
 from dspark_model.testing import assert_bitwise_equal, poison_
 
@@ -217,6 +223,59 @@ def test_kernel_refuses_what_it_does_not_know(change):
         attend((queries, latents, table, context, seq), backend="triton", slots=slots)
 
 
+def as_fp8(inputs: tuple, stride: int = 0) -> tuple[tuple, torch.Tensor]:
+    """The inputs with an fp8 pool of the same rows, and what it holds of them in float32; rows lie `stride` bytes apart."""
+    queries, latents, *rest = inputs
+    pool = quantise_rows(latents)
+    held = dequantise_rows(pool, WIDTH)
+    if stride:
+        wide = poison_(torch.empty(*pool.shape[:2], stride, dtype=pool.dtype))
+        wide[..., : pool.shape[2]] = pool
+        pool = wide[..., : pool.shape[2]]
+    return (queries, pool, *rest), held
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("stride", [0, 35])
+def test_keys_of_an_fp8_pool_are_what_it_holds(causal, window, stride):
+    inputs = make([0, 1, 13], rows=3, page_size=4)
+    fp8, held = as_fp8(inputs, stride)
+    options = {"causal": causal, "window": window}
+    plain = (inputs[0], held, *inputs[2:])
+    assert_bitwise_equal(attend(fp8, **options), attend(plain, **options))
+    torch.testing.assert_close(attend(fp8, **options).double(), exact(*plain, **options), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 17)])
+@pytest.mark.parametrize("stride", [0, 48])
+def test_kernel_takes_from_an_fp8_pool_the_bits_of_a_pool_of_the_same_keys(causal, window, stride):
+    """NaN in every row that is not a key, in codes as in scales; rows of very different sizes."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    inputs = make([0, 40, 55, 3], rows=2, page_size=16, dtype=dtype)
+    inputs[1][:] *= torch.exp2(torch.randint(-6, 3, (*inputs[1].shape[:2], 1)).float()).to(dtype)
+    fp8, held = as_fp8(inputs, stride)
+    options = {"causal": causal, "window": window}
+    wanted = kernel((inputs[0], held.to(dtype), *inputs[2:]), **options)
+    assert_bitwise_equal(kernel(fp8, **options), wanted)
+    if dtype is torch.float32:
+        torch.testing.assert_close(wanted.double(), exact(inputs[0], held, *inputs[2:], **options), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_an_fp8_pool_of_another_width_is_refused(backend):
+    queries, latents, *rest = (value.to(DEVICE) for value in make([3], rows=2, page_size=4))
+    with pytest.raises(ValueError, match="rows of 9 bytes, wanted 32 for latents of 9 values"):
+        attend((queries, latents.to(torch.float8_e4m3fn), *rest), backend=backend)
+
+
+def test_kernel_refuses_rows_of_an_fp8_pool_off_16_bytes():
+    (queries, pool, *rest), _ = as_fp8(make([3], rows=2, page_size=4), stride=36)
+    moved = torch.empty_strided(pool.shape, pool.stride(), dtype=pool.dtype, device=DEVICE).copy_(pool)
+    with pytest.raises(ValueError, match=r"begin \(144, 36, 1\) bytes apart; wanted multiples of 16"):
+        attend((queries.to(DEVICE), moved, *(value.to(DEVICE) for value in rest)), backend="triton")
+
+
 SERVED = {
     "device": torch.device(DEVICE), "dtype": torch.bfloat16, "kv_lora_rank": 512, "width": 576, "page_size": 32, "heads": 8,
 }  # fmt: skip
@@ -234,6 +293,11 @@ SERVED = {
         ("torch", {"page_size": 0}, "page_size=0"),
         ("triton", {"device": torch.device("meta")}, "CUDA devices, got meta"),
         ("triton", {"dtype": torch.float8_e4m3fn}, "got torch.float8_e4m3fn"),
+        ("triton", {"fp8_pool": True}, None),
+        ("triton", {"fp8_pool": True, "dtype": torch.float16}, "bfloat16 or float32 with fp8 pools, got torch.float16"),
+        ("cute", {"fp8_pool": True}, "cute does not read fp8 pools; triton and torch do"),
+        ("causal_fixup", {"fp8_pool": True}, "causal_fixup does not read fp8 pools"),
+        ("flashinfer", {"fp8_pool": True}, "flashinfer does not read fp8 pools"),
         ("causal_fixup", {"causal": True}, "this block is causal"),
         ("flashinfer", {"causal": True}, "this block is causal"),
         ("flashinfer", {"captured": True}, "run the step eagerly"),

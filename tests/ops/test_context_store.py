@@ -1,5 +1,6 @@
 """`context_store`: committed rows go to their request's pages, and not one other byte, by the kernel as by the reference."""
 
+import dataclasses
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from kernel_kit import DEVICE, LAYOUTS, POOL_DTYPES, make_pool, make_table, random_bits, recorded_stores, watched_memory
 
-from dspark_model.ops import context_store
+from dspark_model.ops import context_store, pool_row_width, quantise_rows
 from dspark_model.testing import assert_bitwise_equal, poison_
 
 
@@ -136,6 +137,27 @@ def test_edges(start, count, num_pages, stored):
     rows = one_request(start, count, num_pages)
     storage, views = make_pool(2, 6, 4, 3, "layer_major", torch.float32)
     assert check(storage, views, rows) == stored
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [5, 80])
+def test_an_fp8_pool_gets_its_own_form_of_the_same_rows(width, dtype, layout):
+    fp8 = torch.float8_e4m3fn
+    rows = random_rows(2, 5, 4, 4, width, torch.float32)
+    rows.latents = torch.randn_like(rows.latents).to(dtype)
+    storage, views = make_pool(2, pages_of(rows), 4, pool_row_width(width, fp8), layout, fp8)
+    before = storage.clone()
+    with watched_memory(*rows.arguments, writes=views):
+        context_store(views, *rows.arguments, fused=True)
+    fused = storage.clone()
+    storage.copy_(before)
+    context_store(views, *rows.arguments)
+    assert_bitwise_equal(fused, storage, "kernel")
+    reference = storage.clone()
+    storage.copy_(before)
+    by_hand(views, dataclasses.replace(rows, latents=quantise_rows(rows.latents)))
+    assert_bitwise_equal(reference, storage, "reference")
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -6,7 +6,14 @@ import pytest
 import torch
 from kernel_kit import recorded_stores
 
-from dspark_model.ops import RowAddresses, latent_norm_rope, latent_norm_rope_store, latent_store
+from dspark_model.ops import (
+    RowAddresses,
+    dequantise_rows,
+    latent_norm_rope,
+    latent_norm_rope_store,
+    latent_store,
+    pool_row_width,
+)
 from dspark_model.testing import assert_bitwise_equal, poison_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -14,6 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 4.1e-3)]
 BACKENDS = [("torch", *DTYPES[0]), ("torch", *DTYPES[1]), ("triton", *DTYPES[0])]
 BACKENDS += [("triton", *DTYPES[1])] if DEVICE == "cuda" else []
+FP8 = torch.float8_e4m3fn
 KERNELS = ["triton"]
 if DEVICE == "cuda" and importlib.util.find_spec("cutlass"):
     BACKENDS += [("cute", *DTYPES[0]), ("cute", *DTYPES[1])]
@@ -100,6 +108,32 @@ def test_the_direct_store_is_the_plain_kernel_and_a_store_behind_it(backend, bat
     latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, other, where, backend=backend)
     assert_bitwise_equal(direct, staged)
     assert int(direct.isnan().sum()) == direct.numel() - int(owned.sum()) * (rank + rotary)
+
+
+@pytest.mark.parametrize(("rank", "rotary"), [(32, 16), (7, 2), (512, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_direct_store_into_an_fp8_pool_is_the_plain_kernel_and_a_store_behind_it(dtype, rank, rotary):
+    kv, weight, cos_sin = inputs(1, 12, rank, rotary, dtype)
+    # Rows of which either part has the largest value.
+    kv[:, ::2, rank:] *= 9
+    kv[:, 5] = float("nan")
+    places = torch.randperm(15, device=DEVICE)[:12].view(3, 4)
+    where = RowAddresses(places // 5, places % 5, (torch.arange(12, device=DEVICE) != 5).view(3, 4))
+    staged, direct = poison_(torch.empty(2, 3, 5, pool_row_width(rank + rotary, FP8), dtype=FP8, device=DEVICE)).unbind(0)
+    plain = latent_norm_rope(kv, weight, 1e-5, cos_sin, backend="triton")
+    latent_store((staged,), plain.view(1, 3, 4, -1), where)
+    latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, direct, where, backend="triton")
+    assert_bitwise_equal(direct, staged)
+    rows = dequantise_rows(direct[where.pages, where.offsets], rank + rotary)[where.owned]
+    wanted = plain.view(3, 4, -1)[where.owned].float()
+    assert ((rows - wanted).norm(dim=-1) <= wanted.norm(dim=-1) / 16).all()
+
+
+def test_cute_has_no_form_for_an_fp8_pool():
+    kv, weight, cos_sin = inputs(1, 1, 8, 4, torch.bfloat16)
+    view, place = torch.zeros(1, 1, 32, dtype=FP8, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match="latent_norm_rope=cute has no form that stores into an fp8 pool; choose triton"):
+        latent_norm_rope_store(kv[0], weight[0], 1e-5, cos_sin, view, RowAddresses(place, place, place == 0), backend="cute")
 
 
 @pytest.mark.gpu

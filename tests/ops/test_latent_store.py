@@ -6,9 +6,11 @@ import pytest
 import torch
 from kernel_kit import DEVICE, LAYOUTS, POOL_DTYPES, make_pool, random_bits, recorded_stores, watched_memory
 
-from dspark_model.ops import PoolGeometry, latent_store
+from dspark_model.ops import PoolGeometry, dequantise_rows, latent_store, pool_row_width, quantise_rows
 from dspark_model.ops.row_addresses import RowAddresses
 from dspark_model.testing import assert_bitwise_equal, poison_
+
+FP8 = torch.float8_e4m3fn
 
 
 def addresses(batch: int, rows: int, pages: int, page_size: int, share: float = 0.5) -> RowAddresses:
@@ -73,6 +75,48 @@ def test_the_reference_rounds_to_the_pools_dtype():
     latents, there = torch.randn(1, 1, 1, 5, device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     latent_store(views, latents, RowAddresses(there, there + 1, there == 0))
     assert_bitwise_equal(views[0][0, 1], latents[0, 0, 0].bfloat16())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("width", [5, 48, 576])
+def test_an_fp8_pool_gets_its_own_form_of_the_owned_rows(width, layout, dtype, fused):
+    storage, views = make_pool(2, 6, 4, pool_row_width(width, FP8), layout, FP8)
+    before, where = storage.clone(), addresses(3, 7, 6, 4)
+    latents = random_latents(2, 3, 7, width).to(dtype)
+    latents[0].masked_fill_(~where.owned[..., None], float("nan"))
+    latent_store(views, quantise_rows(latents), where)
+    wanted = storage.clone()
+    storage.copy_(before)
+    with watched_memory(latents, *tensors(where), writes=views):
+        latent_store(views, latents, where, fused=fused)
+    assert_bitwise_equal(storage, wanted)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ties_between_two_values_of_an_fp8_pool_go_to_the_even_one(fused):
+    """448 keeps the scale 1; between 16 and 18 to 16, 18 and 20 to 20; between 0, 2^-9 and 2^-8 to 0 and 2^-8."""
+    _, views = make_pool(1, 1, 1, 32, "layer_major", FP8)
+    there = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    latents = torch.tensor([448, 17, -19, 2.0**-10, -3 * 2.0**-10], device=DEVICE)
+    latent_store(views, latents[None, None, None], RowAddresses(there, there, there == 0), fused=fused)
+    assert dequantise_rows(views[0][0, 0], 5).tolist() == [448, 16, -20, 0, -(2.0**-8)]
+
+
+def random_latents(*shape: int) -> torch.Tensor:
+    """Rows of very different sizes, one of zeros and one that is not finite among them."""
+    latents = torch.randn(shape, device=DEVICE) * torch.exp2(torch.randint(-9, 9, (*shape[:-1], 1), device=DEVICE).float())
+    latents[-1, -1, 0] = 0
+    latents[-1, -1, 1, -1] = float("inf")
+    return latents
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_fp8_pool_with_rows_of_another_width_is_refused(fused):
+    _, views = make_pool(1, 6, 4, 64, "layer_major", FP8)
+    with pytest.raises(ValueError, match="rows of 64 bytes, wanted 32 for latents of 5 values"):
+        latent_store(views, torch.zeros(1, 1, 1, 5, device=DEVICE), addresses(1, 1, 6, 4, share=1), fused=fused)
 
 
 @pytest.mark.parametrize("fused", [False, True])

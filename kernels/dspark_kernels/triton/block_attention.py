@@ -72,7 +72,7 @@ def block_attention_kernel(
     queries_request_stride,
     queries_block_stride,
     queries_head_stride,
-    latents_ptr,  # [pages, PAGE_SIZE, LATENT + ROPE], any strides but 1 between values
+    latents_ptr,  # [pages, PAGE_SIZE, LATENT + ROPE], any strides but 1 between values; fp8: a row goes on behind them
     page_stride,
     latent_stride,
     page_table_ptr,  # [slots, P] int32
@@ -102,6 +102,7 @@ def block_attention_kernel(
     MIN_TILES: tl.constexpr,
     SLOTTED: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    SCALE_AT: tl.constexpr,  # where the scale stands in a row of an fp8 pool; 0: the latents are of the queries' type
 ):
     # The row tiles of one share run side by side and meet the same keys in L2.
     row_tile, share = tl.program_id(0), tl.program_id(1)
@@ -119,7 +120,7 @@ def block_attention_kernel(
     real = rows < rows_used
     columns = tl.arange(0, LATENT_LANES)
     keys = tl.arange(0, KEY_TILE)
-    kind = latents_ptr.dtype.element_ty
+    kind = queries_ptr.dtype.element_ty
     out_mask = real[:, None] if LATENT == LATENT_LANES else real[:, None] & (columns < LATENT)[None, :]
 
     for step in range(end_request - first_request):
@@ -161,6 +162,11 @@ def block_attention_kernel(
                 place = latents_ptr + page.to(tl.int64) * page_stride + at % PAGE_SIZE * latent_stride
                 latent = _load_rows(place[:, None], LATENT, LATENT_LANES)
                 rope = _load_rows(place[:, None] + LATENT, ROPE, ROPE_LANES)
+                if SCALE_AT:
+                    # A scale is a power of two: on scores and weights it gives the bits that it would give on the keys.
+                    scale = tl.load((place + SCALE_AT).to(tl.pointer_type(tl.float32)))
+                    latent = latent.to(kind)
+                    rope = rope.to(kind)
                 # A tile ahead, so that the loads of the latents never wait for it.
                 at = tl.minimum(tile + KEY_TILE + keys, last_key)
                 if WINDOWED:
@@ -169,6 +175,8 @@ def block_attention_kernel(
 
                 scores = tl.dot(query_latent, tl.trans(latent), input_precision="ieee")
                 scores = tl.dot(query_rope, tl.trans(rope), scores, input_precision="ieee")
+                if SCALE_AT:
+                    scores = scores * scale[None, :]
                 key = tile + keys
                 seen = key < seq_len
                 if WINDOWED:
@@ -184,6 +192,8 @@ def block_attention_kernel(
                 shrink = tl.exp2(top - base)
                 weights = tl.exp2(scores - base[:, None])
                 weight_sum = weight_sum * shrink + tl.sum(weights, 1)
+                if SCALE_AT:
+                    weights = weights * scale[None, :]
                 acc = tl.dot(weights.to(kind), latent, acc * shrink[:, None], input_precision="ieee")
                 top = new_top
 
@@ -387,6 +397,7 @@ def block_attention(
             PAGE_SIZE=page_size,
             CAUSAL=causal,
             SLOTTED=slots is not None,
+            SCALE_AT=latents.shape[2] - 16 if latents.dtype is torch.float8_e4m3fn else 0,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
             **shared,

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dspark_kernels.triton.fp8_rows import store_fp8_row
+
 
 @triton.jit
 def context_store_kernel(
@@ -23,6 +25,7 @@ def context_store_kernel(
     page_size,
     WIDTH: tl.constexpr,
     WIDTH_LANES: tl.constexpr,
+    FP8_WIDTH: tl.constexpr = 0,  # bytes of an fp8 pool's rows, whose pool_ptr is uint8; 0: rows are copied
 ):
     request = (tl.program_id(0) // rows).to(tl.int64)
     row = (tl.program_id(0) % rows).to(tl.int64)
@@ -33,8 +36,10 @@ def context_store_kernel(
         index = position // page_size
         if (position >= 0) & (index < tl.load(num_pages_ptr + slot)):
             page = tl.load(page_table_ptr + slot * table_width + index).to(tl.int64)
-            lanes = tl.arange(0, WIDTH_LANES)
             source = latents_ptr + layer * latents_layer_stride + tl.program_id(0).to(tl.int64) * latents_row_stride
-            values = tl.load(source + lanes, mask=lanes < WIDTH)
             target = pool_ptr + layer * layer_stride + page * page_stride + (position - index * page_size) * row_stride
-            tl.store(target + lanes, values, mask=lanes < WIDTH)
+            if FP8_WIDTH:
+                store_fp8_row(target, source, WIDTH, WIDTH_LANES, FP8_WIDTH)
+            else:
+                lanes = tl.arange(0, WIDTH_LANES)
+                tl.store(target + lanes, tl.load(source + lanes, mask=lanes < WIDTH), mask=lanes < WIDTH)

@@ -4,6 +4,8 @@ pool.  Both forms are one kernel: only the address of the store differs."""
 import triton
 import triton.language as tl
 
+from dspark_kernels.triton.fp8_rows import fp8_codes, magnitude_bits, store_scale
+
 
 @triton.jit
 def latent_norm_rope_kernel(
@@ -25,6 +27,7 @@ def latent_norm_rope_kernel(
     PAIRS: tl.constexpr,
     PAIR_LANES: tl.constexpr,
     POOL: tl.constexpr,
+    FP8_WIDTH: tl.constexpr = 0,  # bytes of an fp8 pool's rows, whose out_ptr is uint8; 0: values are rounded to out's dtype
 ):
     row = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
@@ -50,7 +53,21 @@ def latent_norm_rope_kernel(
         turned = pair < PAIRS * owned
     else:
         out += row * out_row_stride
-    kind = out_ptr.dtype.element_ty
-    tl.store(out + lanes, normed.to(kind), mask=inside)
-    tl.store(out + LATENT + 2 * pair, (even * cos - odd * sin).to(kind), mask=turned)
-    tl.store(out + LATENT + 2 * pair + 1, (odd * cos + even * sin).to(kind), mask=turned)
+    turned_even, turned_odd = even * cos - odd * sin, odd * cos + even * sin
+    if FP8_WIDTH:
+        # Rounded as the plain form stores them, and then quantised.
+        kind = kv_ptr.dtype.element_ty
+        normed = normed.to(kind).to(tl.float32)
+        turned_even = turned_even.to(kind).to(tl.float32)
+        turned_odd = turned_odd.to(kind).to(tl.float32)
+        rotary = tl.maximum(tl.max(magnitude_bits(turned_even), 0), tl.max(magnitude_bits(turned_odd), 0))
+        top = tl.maximum(tl.max(magnitude_bits(normed), 0), rotary)
+        tl.store(out + lanes, fp8_codes(normed, top), mask=inside)
+        tl.store(out + LATENT + 2 * pair, fp8_codes(turned_even, top), mask=turned)
+        tl.store(out + LATENT + 2 * pair + 1, fp8_codes(turned_odd, top), mask=turned)
+        store_scale(out, top, owned, LATENT + 2 * PAIRS, FP8_WIDTH)
+    else:
+        kind = out_ptr.dtype.element_ty
+        tl.store(out + lanes, normed.to(kind), mask=inside)
+        tl.store(out + LATENT + 2 * pair, turned_even.to(kind), mask=turned)
+        tl.store(out + LATENT + 2 * pair + 1, turned_odd.to(kind), mask=turned)
