@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parent.parent
 PLAIN = "without a mutant"
+DRIVERS = 2  # processes that work on the jobs
 
 
 def runs_here(mutant: Mutant) -> bool:
@@ -70,6 +72,14 @@ def statuses(tmp_path_factory) -> dict[str, int]:
         jobs.append([mutant.name, str(folder), [f"tests/{mutant.test}"]])
     settings = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
     command, environment = [sys.executable, "-c", DRIVER], os.environ | settings
+    with ThreadPoolExecutor(DRIVERS) as threads:  # each waits for a process of its own
+        runs = threads.map(
+            lambda part: run_driver(command, folder, environment, part), [jobs[i::DRIVERS] for i in range(DRIVERS)]
+        )
+        return {name: status for results in runs for name, status in results.items()}
+
+
+def run_driver(command: list[str], folder: Path, environment: dict[str, str], jobs: list) -> dict[str, int]:
     result = subprocess.run(command, cwd=folder, env=environment, input=json.dumps(jobs), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
