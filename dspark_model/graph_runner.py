@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from dspark_model.device_slots import DeviceSlots
 from dspark_model.ops import NO_TOKEN
 from dspark_model.runtime import ResolvedRuntime
 from dspark_model.sampling import GREEDY
@@ -59,28 +60,20 @@ def why_not_captured(step_input: StepInput, resolved: ResolvedRuntime, largest_b
 class _Captured:
     """One captured step: its inputs at fixed addresses, its outputs, and how to run it."""
 
-    def __init__(self, batch: int, plan: StepPlan, slots: torch.Tensor, outputs: DecodeOutputs, replay: Callable[[], None]):
-        self.batch, self.plan, self.slots, self.outputs, self.replay = batch, plan, slots, outputs, replay
-        self._host_slots = [NO_TOKEN] * batch
+    def __init__(self, plan: StepPlan, slots: DeviceSlots, outputs: DecodeOutputs, replay: Callable[[], None]):
+        self.plan, self.slots, self.outputs, self.replay = plan, slots, outputs, replay
 
     def run(self, plan: StepPlan) -> DecodeOutputs:
         """Replay for the plan's rows; further rows are dummies."""
         rows, own = plan.generation, self.plan.generation
         count = len(rows.request_ids)
-        self._set_slots([NO_TOKEN if request is None else request.slot for request in plan.requests])
+        self.slots.set([NO_TOKEN if request is None else request.slot for request in plan.requests])
         own.target_hidden[:count].copy_(rows.target_hidden)
         own.target_tokens[:count].copy_(rows.target_tokens)
         self.replay()
         cut = {field.name: getattr(self.outputs, field.name) for field in fields(self.outputs)}
         counts = cut.pop("counts")[:, :count]
         return DecodeOutputs(**{n: None if t is None else t[:count] for n, t in cut.items()}, counts=counts)
-
-    def _set_slots(self, slots: list[int]) -> None:
-        slots = slots + [NO_TOKEN] * (self.batch - len(slots))
-        if slots != self._host_slots:
-            on_cuda = self.slots.device.type == "cuda"
-            self.slots.copy_(torch.tensor(slots, dtype=torch.int64, pin_memory=on_cuda), non_blocking=True)
-            self._host_slots = slots
 
 
 class GraphRunner:
@@ -124,7 +117,7 @@ class GraphRunner:
 
     def _capture(self, batch: int, max_length: int, resolved: ResolvedRuntime) -> _Captured:
         device = self._device
-        slots = torch.full((batch,), NO_TOKEN, dtype=torch.int64, device=device)
+        slots = DeviceSlots(batch, device)
         rows = GenerationRows(
             request_ids=[None] * batch,
             target_hidden=torch.zeros(batch, self._width, self._context_width, dtype=self._dtype, device=device),
@@ -133,10 +126,10 @@ class GraphRunner:
         plan = StepPlan((), rows, (None,) * batch, tuple(range(batch)), (GREEDY,) * batch, {}, max_length)
         before = torch.cuda.memory_reserved(device) if self._memory is not None else 0
         # All rows are dummies meanwhile, so that neither warming up nor capturing changes state or pool.
-        outputs, replay = self._record(lambda: self._step(plan, slots, resolved))
+        outputs, replay = self._record(lambda: self._step(plan, slots.tensor, resolved))
         if self._memory is not None:
             self.memory_bytes += torch.cuda.memory_reserved(device) - before
-        return _Captured(batch, plan, slots, outputs, replay)
+        return _Captured(plan, slots, outputs, replay)
 
     def _record(self, step: Callable[[], DecodeOutputs]) -> tuple[DecodeOutputs, Callable[[], None]]:
         if self._memory is None:

@@ -7,6 +7,7 @@ import torch
 
 from dspark_model import ops
 from dspark_model.config import DrafterConfig
+from dspark_model.device_slots import DeviceSlots
 from dspark_model.page_allocator import CapacityError, PageAllocator
 from dspark_model.serving_config import Layout, PoolConfig
 
@@ -225,8 +226,7 @@ class ExternalLatentPool(PagedLatents):
         super().__init__(config, drafter, layer_views)
         self.divisor = divisor
         # Of the last step, at fixed addresses, so that a step allocates nothing: its slots and their rows before it.
-        self._slots = torch.zeros(config.max_requests, dtype=torch.int64, device=self.device)
-        self._host_slots: list[int] = []
+        self._slots = DeviceSlots(config.max_requests, self.device)
         self._table_before, self._counts_before = torch.zeros_like(self.page_table), torch.zeros_like(self.num_pages)
 
     def open(self, slot: int, max_rows: int, prefix: PrefixHandle | None, what: str) -> None:
@@ -259,7 +259,8 @@ class ExternalLatentPool(PagedLatents):
         limit = self.layer_views[0].shape[0]
         if read_values:
             self._check_table(block_table, limit)
-        slots = self._use_slots(list(rows))
+        self._slots.set(list(rows))
+        slots = self._slots.tensor[: len(rows)]
         torch.index_select(self.page_table, 0, slots, out=self._table_before[: len(rows)])
         torch.index_select(self.num_pages, 0, slots, out=self._counts_before[: len(rows)])
         ops.refresh_block_table(block_table, self.divisor, limit, slots, self.page_table, self.num_pages, fused=fused)
@@ -273,17 +274,9 @@ class ExternalLatentPool(PagedLatents):
         if highest >= limit:
             raise ValueError(f"block_table names page {highest}, but the pool has {limit}; check the divisor")
 
-    def _use_slots(self, slots: list[int]) -> torch.Tensor:
-        """The step's slots on the device, int64."""
-        if slots != self._host_slots:
-            fresh = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-            self._slots[: len(slots)].copy_(fresh, non_blocking=True)
-            self._host_slots = slots
-        return self._slots[: len(slots)]
-
     def cancel_step(self, before: int) -> None:
         """Undo the last `begin_step`, which returned `before`."""
-        slots = self._slots[:before]
+        slots = self._slots.tensor[:before]
         self.page_table[slots] = self._table_before[:before]
         self.num_pages[slots] = self._counts_before[:before]
 
