@@ -1,6 +1,5 @@
 """`gemm=low_m`: the drafter's products of few rows by kernels that stream their weights, with what surrounds them fused in."""
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +8,7 @@ from dspark_model import ops
 from dspark_model.ops import ChainWorkspace, LowMProduct, LowMWorkspace
 
 if TYPE_CHECKING:
+    from dspark_model.layers import MLAAttention
     from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
 
 MAX_ROWS = 128
@@ -73,24 +73,27 @@ class LowMPath:
         self, layer: "DrafterLayer", x: torch.Tensor, layer_view: torch.Tensor, context: "BlockContext"
     ) -> torch.Tensor:
         """`DrafterLayer.write_latents_and_query` of rows x that are not normed yet."""
-        attn, paths = layer.self_attn, context.paths
+        attn = layer.self_attn
         norm = {"norm_weight": layer.input_layernorm.weight, "eps": layer.input_layernorm.eps}
-        q_a = kv = None
-        if paths.merged_qkv_a:
-            q_a, kv = self.linear(x, attn.qkv_a_weight, **norm).split((attn.config.q_lora_rank, attn.config.latent_dim), -1)
-        with nullcontext() if paths.side is None else paths.side.fork():
-            if kv is None:
-                kv = self.linear(x, attn.kv_a_proj_with_mqa.weight, on_side=True, **norm)
-            layer.write_latents(kv, layer_view, context)
-        if q_a is None:
-            q_a = self.linear(x, attn.q_a_proj.weight, **norm)
-        q_norm = attn.q_a_layernorm
-        q = self.linear(q_a, attn.q_b_proj.weight, norm_weight=q_norm.weight, eps=q_norm.eps)
+        if context.paths.merged_qkv_a:
+            qkv_a = self.linear(x, attn.qkv_a_weight, **norm)
+            q_a, kv = qkv_a.split((attn.config.q_lora_rank, attn.config.latent_dim), -1)
+            return layer.write_latents_beside(
+                lambda: kv, lambda: self._queries(attn, q_a, context.cos_sin), layer_view, context
+            )
+        return layer.write_latents_beside(
+            lambda: self.linear(x, attn.kv_a_proj_with_mqa.weight, on_side=True, **norm),
+            lambda: self._queries(attn, self.linear(x, attn.q_a_proj.weight, **norm), context.cos_sin),
+            layer_view,
+            context,
+        )
+
+    def _queries(self, attn: "MLAAttention", q_a: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """`MLAAttention.queries`."""
+        norm = attn.q_a_layernorm
+        q = self.linear(q_a, attn.q_b_proj.weight, norm_weight=norm.weight, eps=norm.eps)
         q = q.unflatten(-1, (attn.config.num_attention_heads, attn.config.qk_head_dim))
-        queries = ops.absorb_queries(q, attn.key_weights, context.cos_sin, backend="triton")
-        if paths.side is not None:
-            paths.side.join()
-        return queries
+        return ops.absorb_queries(q, attn.key_weights, cos_sin, backend="triton")
 
 
 def _products(model: "MLADSparkForCausalLM") -> list[LowMProduct]:

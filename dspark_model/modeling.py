@@ -1,6 +1,6 @@
 """`MLADSparkForCausalLM`: the drafter as an `nn.Module`, config-driven, in readable torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,16 +106,31 @@ class DrafterLayer(nn.Module):
 
     def write_latents_and_query(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """What attention needs of y, the normed rows [B, N, H]: latents in the pool, and queries [B, N, heads, D]."""
-        attn, paths = self.self_attn, context.paths
-        q_a, kv = attn.qkv_a(y) if paths.merged_qkv_a else (None, None)
-        with nullcontext() if paths.side is None else paths.side.fork():
-            self.write_latents(attn.kv_a_proj_with_mqa(y) if kv is None else kv, layer_view, context)
-        queries = attn.queries(attn.q_a_proj(y) if q_a is None else q_a, context.cos_sin)
-        if paths.side is not None:
-            paths.side.join()
-        return queries
+        attn, cos_sin = self.self_attn, context.cos_sin
+        if context.paths.merged_qkv_a:
+            q_a, kv = attn.qkv_a(y)
+            return self.write_latents_beside(lambda: kv, lambda: attn.queries(q_a, cos_sin), layer_view, context)
+        return self.write_latents_beside(
+            lambda: attn.kv_a_proj_with_mqa(y), lambda: attn.queries(attn.q_a_proj(y), cos_sin), layer_view, context
+        )
 
-    def write_latents(self, kv: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> None:
+    def write_latents_beside(
+        self,
+        kv: Callable[[], torch.Tensor],
+        queries: Callable[[], torch.Tensor],
+        layer_view: torch.Tensor,
+        context: BlockContext,
+    ) -> torch.Tensor:
+        """`_write_latents` of kv(), on the side stream where there is one, beside queries(), which are returned."""
+        side = context.paths.side
+        with nullcontext() if side is None else side.fork():
+            self._write_latents(kv(), layer_view, context)
+        made = queries()
+        if side is not None:
+            side.join()
+        return made
+
+    def _write_latents(self, kv: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> None:
         """Latents of the block's own rows into the pool; kv [B, N, D], rows of `kv_a_proj_with_mqa`."""
         paths, where, attn = context.paths, context.rows.where, self.self_attn
         if paths.direct_pool_write:

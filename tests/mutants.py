@@ -326,8 +326,8 @@ MUTANTS = (
     ),
     Mutant(
         "merged_projects_again", "dspark_model/modeling.py",
-        "attn.kv_a_proj_with_mqa(y) if kv is None else kv",
-        "attn.kv_a_proj_with_mqa(y)",
+        "self.write_latents_beside(lambda: kv, ",
+        "self.write_latents_beside(lambda: attn.kv_a_proj_with_mqa(y), ",
         "test_merged_qkv_a.py::test_a_step_computes_one_product_and_agrees_with_the_reference",
     ),
     Mutant(
@@ -439,7 +439,7 @@ MUTANTS = (
     ),
     Mutant(
         "layers_do_not_join", "dspark_model/modeling.py",
-        "paths.side.join()",
+        "side.join()",
         "pass",
         "test_streams_and_graphs.py::test_split_streams_wait_for_each_other[plain-LateSide]",
         needs="gpu",
