@@ -55,6 +55,18 @@ class StepPaths:
             keep_logits=keep_logits,
         )
 
+    def of_block(self, low_m: LowMPath | None, side: SideStream) -> BlockPaths:
+        """What the layers take; low_m: as in `BlockPaths`; side: the second stream, for those that split."""
+        return BlockPaths(
+            attention=self.attention,
+            low_m=low_m,
+            latent_norm_rope=self.latent_norm_rope,
+            merged_qkv_a=self.merged_qkv_a,
+            fused_store=self.fused_prologue,
+            direct_pool_write=self.direct_pool_write,
+            side=side if self.split_qkv_streams else None,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
@@ -283,7 +295,7 @@ class StepRun:
             rows=rows.block,
             cos_sin=rows.cos_sin,
             max_seq_len=min(self._plan.max_length, pool.max_rows),
-            paths=self._block_paths(),
+            paths=self._paths.of_block(self._low_m, self._side),
         )
         hidden = model.decode_block(model.embed_block(rows.anchors, self._shape.rows, fused=fused), block)
         hidden = hidden[:, draft_rows(model.config, self._num_drafts)]
@@ -295,18 +307,6 @@ class StepRun:
         uniforms = self._uniforms(kinds, self._num_drafts)
         draft = model.draft(hidden, rows.anchors, temperatures=temperatures, uniforms=uniforms, low_m=self._low_m)
         return draft, ops.tempered_softmax(draft.biased_logits, temperatures)
-
-    def _block_paths(self) -> BlockPaths:
-        paths = self._paths
-        return BlockPaths(
-            attention=paths.attention,
-            low_m=self._low_m,
-            latent_norm_rope=paths.latent_norm_rope,
-            merged_qkv_a=paths.merged_qkv_a,
-            fused_store=paths.fused_prologue,
-            direct_pool_write=paths.direct_pool_write,
-            side=self._side if paths.split_qkv_streams else None,
-        )
 
     def _temperatures(self, params: list[SamplingParams] | tuple[SamplingParams, ...]) -> torch.Tensor:
         return torch.tensor([entry.temperature for entry in params], dtype=torch.float32, device=self._device)

@@ -1,7 +1,7 @@
 """Numeric profiles of the whole step: the block decode alone, and the captured step, with every exact switch."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,6 +13,7 @@ from dspark_model.config_keys import ConfigError
 from dspark_model.modeling import BlockContext, BlockPaths, MLADSparkForCausalLM
 from dspark_model.serving_config import RuntimeConfig
 from dspark_model.step_io import StepInput
+from dspark_model.step_run import StepPaths
 from dspark_model.testing import assert_bitwise_equal
 from dspark_model.worker import DFlashWorker
 
@@ -37,24 +38,32 @@ def runtime_of(profile: str, *, switches: bool, split: bool) -> RuntimeConfig:
     return dataclasses.replace(plain, **dict.fromkeys(names, "require"))
 
 
-def profile_step_rows(
-    model: MLADSparkForCausalLM, batch: int, context: int, profiles: list[str], *, show_kernels: bool = False
-) -> list[Row]:
-    """Captured steps with all switches; a profile that differs from itself without switches raises AssertionError."""
-    runs, workers = {}, []
+def _workers(
+    model: MLADSparkForCausalLM, batch: int, context: int, profiles: list[str]
+) -> Iterator[tuple[str, str, DFlashWorker]]:
+    """Profile, label and a started worker with all switches, with one stream a layer and with two; says which cannot run."""
     for profile in profiles:
         for split in (False, True):
             label = f"{profile}, split" if split else profile
             try:
                 worker = started_worker(model, runtime_of(profile, switches=True, split=split), batch, context)
             except ConfigError as error:
-                print(f"step {label}: not run: {error}")
+                print(f"{label}: not run: {error}")
                 continue
-            wanted = started_worker(model, runtime_of(profile, switches=False, split=False), batch, context)
-            _check_step(worker, wanted, batch, label)
-            (captured,) = worker._graphs._captured.values()
-            runs[label] = captured.replay
-            workers.append(worker)
+            yield profile, label, worker
+
+
+def profile_step_rows(
+    model: MLADSparkForCausalLM, batch: int, context: int, profiles: list[str], *, show_kernels: bool = False
+) -> list[Row]:
+    """Captured steps with all switches; a profile that differs from itself without switches raises AssertionError."""
+    runs, workers = {}, []
+    for profile, label, worker in _workers(model, batch, context, profiles):
+        wanted = started_worker(model, runtime_of(profile, switches=False, split=False), batch, context)
+        _check_step(worker, wanted, batch, label)
+        (captured,) = worker._graphs._captured.values()
+        runs[label] = captured.replay
+        workers.append(worker)
     times = time_interleaved(runs, rounds=9, replays=15)
     if show_kernels:
         best = min(times, key=lambda label: times[label].median_us)
@@ -74,16 +83,7 @@ def _check_step(ours: DFlashWorker, theirs: DFlashWorker, batch: int, label: str
 
 def block_rows(model: MLADSparkForCausalLM, batch: int, context: int, profiles: list[str]) -> list[Row]:
     """The layers and `final_norm` alone."""
-    works = {}
-    for profile in profiles:
-        for split in (False, True):
-            label = f"{profile}, split" if split else profile
-            try:
-                worker = started_worker(model, runtime_of(profile, switches=True, split=split), batch, context)
-            except ConfigError as error:
-                print(f"block {label}: not run: {error}")
-                continue
-            works[label] = block_decode(worker, batch)
+    works = {label: block_decode(worker, batch) for _, label, worker in _workers(model, batch, context, profiles)}
     graphs = {label: capture(work, copies=2) for label, work in works.items()}
     times = time_interleaved({label: graph.replay for label, graph in graphs.items()}, rounds=9, replays=15, copies=2)
     layers = sum(parameter.nbytes for layer in model.layers for parameter in layer.parameters())
@@ -94,15 +94,8 @@ def block_rows(model: MLADSparkForCausalLM, batch: int, context: int, profiles: 
 def block_decode(worker: DFlashWorker, batch: int) -> Callable[[], torch.Tensor]:
     """A call that decodes one block of the worker's requests with the worker's choices."""
     model, resolved = worker.model, worker.resolved
-    paths = BlockPaths(
-        attention=resolved["attention"].in_force,
-        latent_norm_rope=resolved["latent_norm_rope"].in_force,
-        low_m=worker._low_m if resolved["gemm"].in_force == "low_m" else None,
-        merged_qkv_a=resolved.takes("merged_qkv_a"),
-        fused_store=True,
-        direct_pool_write=resolved.takes("direct_pool_write"),
-        side=worker._side if resolved.takes("split_qkv_streams") else None,
-    )
+    low_m = worker._low_m if resolved["gemm"].in_force == "low_m" else None
+    paths = StepPaths.of(resolved, keep_logits=False).of_block(low_m, worker._side)
     shared = block_context(worker, batch, paths)
     x = model.embed_block(torch.arange(batch, device=model.device) + 2, worker.block_rows)
     return lambda: model.decode_block(x, shared)
