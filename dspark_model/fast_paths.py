@@ -8,6 +8,7 @@ from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import PoolGeometry, block_attention_refusal
 from dspark_model.ops.block_attention import BACKENDS as ATTENTION_BACKENDS
+from dspark_model.ops.fp8_rows import FP8
 from dspark_model.packing import PackedLinear
 from dspark_model.runtime import Obstacle
 
@@ -43,7 +44,7 @@ def cute_obstacle(device: torch.device) -> Obstacle | None:
 def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
     """Why the fused bookkeeping kernels cannot serve this model and pool, or are not worth it."""
     embedding = model.embed_tokens.weight
-    if pool.dtype not in (model.dtype, torch.float8_e4m3fn):
+    if pool.dtype not in (model.dtype, FP8):
         return Obstacle(f"its stores copy bits, and the pool is {pool.dtype} while the model is {model.dtype}")
     if model.mask_row.dtype is not embedding.dtype:
         return Obstacle(f"the mask row is {model.mask_row.dtype} and the embedding {embedding.dtype}")
@@ -58,7 +59,7 @@ def fused_prologue_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> 
 
 def direct_write_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
     """Why norm and rotation cannot store into this pool themselves, whatever their backend."""
-    if pool.dtype not in (model.dtype, torch.float8_e4m3fn):
+    if pool.dtype not in (model.dtype, FP8):
         return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
     return None
 
@@ -99,7 +100,7 @@ def obstacles(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, Obst
 
 def attention_obstacle(backend: str, model: MLADSparkForCausalLM, pool: PagedLatents) -> Obstacle | None:
     """Why a backend of `ops.block_attention` cannot serve this model and pool, or is not worth it."""
-    fp8_pool = pool.dtype is torch.float8_e4m3fn
+    fp8_pool = pool.dtype is FP8
     if pool.dtype is not model.dtype and not fp8_pool:
         return Obstacle(f"the pool is {pool.dtype} while the model is {model.dtype}")
     config, device = model.config, model.device

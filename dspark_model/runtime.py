@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from dspark_model.config_keys import ConfigError
+from dspark_model.ops.fp8_rows import FP8
 from dspark_model.serving_config import (
     Attention,
     Gemm,
@@ -133,7 +134,7 @@ def _direct_write_obstacle(backend: str, surroundings: Surroundings) -> Obstacle
     """What the backend of norm and rotation has against storing into the pool itself."""
     if backend == LatentNormRope.TORCH:
         return Obstacle("latent_norm_rope=torch has no kernel that stores into the pool")
-    if backend == LatentNormRope.CUTE and surroundings.pool_dtype is torch.float8_e4m3fn:
+    if backend == LatentNormRope.CUTE and surroundings.pool_dtype is FP8:
         return Obstacle("latent_norm_rope=cute has no form that stores into an fp8 pool")
     return surroundings.backends["latent_norm_rope"][backend]
 
@@ -176,7 +177,7 @@ def _resolve_backend(name: str, value: str, surroundings: Surroundings) -> Choic
 def pool_dtype_for(kv_dtype: KvDtype, model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of a pool that a worker with this `RuntimeConfig.kv_dtype` accepts."""
     if kv_dtype is KvDtype.FP8_E4M3:
-        return torch.float8_e4m3fn
+        return FP8
     return model_dtype if kv_dtype is KvDtype.AUTO else getattr(torch, kv_dtype)
 
 
