@@ -1,0 +1,90 @@
+"""The two warps of `between_attentions` that fetch by TMA.
+
+`facts` is a `Facts` of `between_attentions_schedule`.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+from dspark_kernels.cute.between_attentions_meet import SWIZZLE, Shared, acquire, this_launch, wait_for
+from dspark_kernels.cute.between_attentions_schedule import ROWS, Workspace, share
+
+EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
+
+
+class Maps(NamedTuple):
+    """A TMA atom and its tensor."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+@cute.jit
+def _partition(map: Maps, shared, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
+    """Boxes of a map in shared and in global memory."""
+    box = (rows, columns)
+    there = cute.flat_divide(cute.make_tensor(shared.iterator, shared.layout), box)
+    here = cute.flat_divide(map.tensor, box)
+    return cpasync.tma_partition(map.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2))
+
+
+@cute.jit
+def fetch_weights(maps, shared: Shared, facts: cutlass.Constexpr):
+    """maps: of each product, two where it is gated."""
+    cta, _, _ = cute.arch.block_idx()
+    done = cutlass.Int32(0)
+    for index in cutlass.range_constexpr(len(facts.products)):
+        product = facts.products[index]
+        total = product.tiles * product.boxes
+        for at in cutlass.range(share(cta, total, facts.ctas), share(cta + 1, total, facts.ctas), unroll=1):
+            stage = acquire(shared, done, facts.stages)
+            if done >= facts.ahead:
+                before = done - facts.ahead
+                cute.arch.mbarrier_wait(shared.landed + before % facts.stages, before // facts.stages % 2)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.landed + stage, 2 * ROWS * facts.depth)
+            tile, box = at // product.boxes, at % product.boxes
+            if cutlass.const_expr(product.gated):
+                for side in cutlass.range_constexpr(2):
+                    to, source = _partition(maps[index][side], shared.weights, ROWS // 2, SWIZZLE)
+                    for block in cutlass.range_constexpr(facts.depth // SWIZZLE):
+                        cute.copy(
+                            maps[index][side].atom, source[None, tile, box * (facts.depth // SWIZZLE) + block], to[None, side, block, stage],
+                            tma_bar_ptr=shared.landed + stage, cache_policy=cutlass.Int64(EVICT_FIRST),
+                        )  # fmt: skip
+            else:
+                to, source = _partition(maps[index][0], shared.weights, ROWS, facts.depth)
+                cute.copy(
+                    maps[index][0].atom, source[None, tile, box], to[None, 0, 0, stage],
+                    tma_bar_ptr=shared.landed + stage, cache_policy=cutlass.Int64(EVICT_FIRST),
+                )  # fmt: skip
+            done += 1
+
+
+@cute.jit
+def fetch_x(maps, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
+    """maps: of each product."""
+    cta, _, _ = cute.arch.block_idx()
+    launch = this_launch(work, facts)
+    done = cutlass.Int32(0)
+    for index in cutlass.range_constexpr(len(facts.products)):
+        product = facts.products[index]
+        total = product.tiles * product.boxes
+        first, last = share(cta, total, facts.ctas), share(cta + 1, total, facts.ctas)
+        if first < last:
+            if cutlass.const_expr(index > 0):
+                wait_for(work.counters + index - 1, launch * facts.products[index - 1].tiles)
+            cute.arch.fence_proxy("async.global")
+        to, source = _partition(maps[index], shared.x, facts.lanes, facts.depth)
+        for at in cutlass.range(first, last, unroll=1):
+            stage = acquire(shared, done, facts.stages)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(shared.met + stage, 2 * facts.lanes * facts.depth)
+            cute.copy(
+                maps[index].atom, source[None, 0, at % product.boxes], to[None, 0, 0, stage],
+                tma_bar_ptr=shared.met + stage, cache_policy=cutlass.Int64(EVICT_NORMAL),
+            )  # fmt: skip
+            done += 1

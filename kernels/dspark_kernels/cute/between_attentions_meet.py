@@ -1,0 +1,135 @@
+"""How the warps and the CTAs of `between_attentions` meet: shared memory, barriers, counters, and words that say what they are.
+
+`facts` is a `Facts` of `between_attentions_schedule`.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+
+from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Workspace
+
+WARP, GROUP = 32, 128
+SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
+FINISHERS, GIVEN, TAKEN, MULTIPLIED = 1, 2, 3, 4  # named barriers; of the last kind one for each product
+
+
+class Shared(NamedTuple):
+    """weights [64, 128, stage], x [lanes, 128, stage]; float32: sums [4, lanes], other [64, lanes], rms [lanes]; mbarriers of each stage: for
+    its weights, its x, and for both to be used."""
+
+    weights: cute.Tensor
+    x: cute.Tensor
+    sums: cute.Tensor
+    other: cute.Tensor
+    rms: cute.Tensor
+    landed: cute.Pointer
+    met: cute.Pointer
+    empty: cute.Pointer
+
+
+@cute.jit
+def boxes_layout(rows: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """[rows, depth, stage]: swizzled blocks of 64 columns, one behind the other."""
+    blocks = facts.depth // SWIZZLE
+    return cute.make_layout((rows, (SWIZZLE, blocks), facts.stages), stride=(SWIZZLE, (1, rows * SWIZZLE), rows * facts.depth))
+
+
+@cute.jit
+def allocate(facts: cutlass.Constexpr):
+    dtype, allocator, swizzle = ELEMENTS[facts.dtype], SmemAllocator(), cute.make_swizzle(3, 4, 3)
+    weights = allocator.allocate_tensor(dtype, boxes_layout(ROWS, facts), 1024, swizzle)
+    x = allocator.allocate_tensor(dtype, boxes_layout(facts.lanes, facts), 1024, swizzle)
+    sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(4 * GROUP), 16)
+    other = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((facts.multipliers - 1) * ROWS * facts.lanes + 4), 16)
+    rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
+    barriers = [allocator.allocate_array(cutlass.Int64, facts.stages) for _ in range(3)]
+    return Shared(weights, x, sums, other, rms, *barriers)
+
+
+@cute.jit
+def set_up(shared: Shared, facts: cutlass.Constexpr):
+    """One thread; the others meet it before they use what is set up."""
+    for stage in cutlass.range_constexpr(facts.stages):
+        cute.arch.mbarrier_init(shared.landed + stage, 1)
+        cute.arch.mbarrier_init(shared.met + stage, 1)
+        cute.arch.mbarrier_init(shared.empty + stage, GROUP // WARP)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def this_launch(work: Workspace, facts: cutlass.Constexpr):
+    """The launches so far and this one.  What earlier kernels wrote is seen from here on."""
+    cute.arch.griddepcontrol_wait()
+    last = work.counters + facts.num_counters - 1
+    return cute.arch.load(last, cutlass.Int32, sem="relaxed", scope="gpu") + 1
+
+
+@cute.jit
+def wait_for(counter, wanted):
+    """Until a counter has reached a value; then what was written before it was raised is seen.  A whole warp."""
+    if cute.arch.lane_idx() == 0:
+        seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
+        while seen - wanted < 0:  # so that they may wrap around
+            seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def raise_counter(counter):
+    """One more; who sees it sees what the thread, and those that it met before, have written."""
+    cute.arch.red(counter, cutlass.Int32(1), op="add", dtype=cutlass.Int32, sem="release", scope="gpu")
+
+
+@cute.jit
+def acquire(shared: Shared, done, stages: cutlass.Constexpr):
+    """The next stage, once it is empty."""
+    stage = done % stages
+    if done >= stages:
+        cute.arch.mbarrier_wait(shared.empty + stage, (done // stages - 1) % 2)
+    return stage
+
+
+@cute.jit
+def tag(launch, index: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """What marks the parts of a product, unlike those that lay there before; never 0 at first."""
+    return launch * 16 + 8 * facts.following + index
+
+
+@cute.jit
+def words_of(work: Workspace, piece, v, thread, facts: cutlass.Constexpr):
+    """The first of the four words of a vector."""
+    return work.parts + ((piece * (facts.lanes // 8) + v) * GROUP + thread) * 4
+
+
+@cute.jit
+def store_part(sums, work: Workspace, piece, tag, thread, facts: cutlass.Constexpr):
+    """Each value with the tag in a word of its own, which is written and read whole: nobody has to wait for an order."""
+    for v in cutlass.range_constexpr(facts.lanes // 8):
+        words = words_of(work, piece, v, thread, facts)
+        for i in cutlass.range_constexpr(2):
+            cute.arch.inline_ptx(
+                "{ .reg .b64 one, two; mov.b64 one, {{$r1}, {$r3}}; mov.b64 two, {{$r2}, {$r3}}; "
+                "st.relaxed.gpu.global.v2.b64 [{$r0}], {one, two}; }",
+                read_only_args=[words + 2 * i, sums[4 * v + 2 * i], sums[4 * v + 2 * i + 1], tag],
+            )
+
+
+@cute.jit
+def load_words(words, values, wanted):
+    """Two neighbouring words; whether both have the tag."""
+    left, left_tag, right, right_tag = cute.arch.inline_ptx(
+        "{ .reg .b64 one, two; ld.relaxed.gpu.global.v2.b64 {one, two}, [{$r0}]; "
+        "mov.b64 {{$w0}, {$w1}}, one; mov.b64 {{$w2}, {$w3}}, two; }",
+        write_only_types=[cutlass.Float32, cutlass.Int32, cutlass.Float32, cutlass.Int32],
+        read_only_args=[words],
+    )
+    values[0], values[1] = left, right
+    return left_tag == wanted and right_tag == wanted
+
+
+@cute.jit
+def put(pointer, value):
+    cute.make_tensor(pointer, cute.make_layout(1))[0] = value

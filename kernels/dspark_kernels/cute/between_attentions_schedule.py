@@ -1,0 +1,155 @@
+"""What the CTAs of `between_attentions` agree on: the products, who multiplies which part of a weight, and who finishes a tile.
+
+A weight [N, K] is cut into tiles of 64 rows, and a tile into boxes of 64 x 64 values.  The boxes of a product form one list,
+tile after tile, of which each CTA takes an equal part; what it has of a tile goes to a workspace, and one CTA finishes it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+
+ELEMENTS = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+ROWS = 64  # of a box
+LANES = (8, 16, 32)  # classes of row counts
+SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One weight, or two where it is gated: then a tile holds 32 rows of each.
+
+    normed: x is RMSNormed, which the product before has prepared.  tiles; boxes: of a tile.
+    """
+
+    name: str
+    tiles: int
+    boxes: int
+    normed: bool = False
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a build is specialised for.
+
+    lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
+    next layer's latents and queries are made; ctas: all of them resident.
+    """
+
+    dtype: torch.dtype
+    lanes: int
+    hidden: int
+    values: int
+    intermediate: int
+    q_rank: int
+    latent: int
+    queries: int
+    following: bool
+    ctas: int
+    pdl: bool = False
+    ahead: int = 2
+    multipliers: int = 2
+    depth: int = 128
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        own = (
+            Product("o", self.hidden // ROWS, self.values // self.depth),
+            Product("gate_up", self.intermediate // (ROWS // 2), self.hidden // self.depth, normed=True, gated=True),
+            Product("down", self.hidden // ROWS, self.intermediate // self.depth),
+        )
+        next_layers = (
+            Product("qkv_a", (self.q_rank + self.latent) // ROWS, self.hidden // self.depth, normed=True),
+            Product("q_b", self.queries // ROWS, self.q_rank // self.depth, normed=True),
+        )
+        return own + next_layers if self.following else own
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The most CTAs that share a tile, by product."""
+        return tuple(
+            max(
+                owner((tile + 1) * p.boxes - 1, p, self.ctas) - owner(tile * p.boxes, p, self.ctas) + 1
+                for tile in range(p.tiles)
+            )
+            for p in self.products
+        )
+
+    @property
+    def squares(self) -> int:
+        """Tiles whose sums of squares a product leaves for the next, at most."""
+        return max(self.hidden, self.q_rank) // ROWS
+
+    @property
+    def num_squares(self) -> int:
+        return len(self.products) * self.squares * self.lanes
+
+    @property
+    def stages(self) -> int:
+        """Boxes that are under way in a CTA, with the rows of x that meet them."""
+        taken = (4 << 10) + 4 * (self.multipliers - 1) * ROWS * self.lanes
+        return (SHARED_BYTES - taken) // (2 * self.depth * (ROWS + self.lanes))
+
+    @property
+    def num_counters(self) -> int:
+        """One for each product, and one for the launches."""
+        return len(self.products) + 1
+
+    @property
+    def num_parts(self) -> int:
+        """Words of the workspace: products take turns with it."""
+        most = max(p.tiles * pieces for p, pieces in zip(self.products, self.pieces, strict=True))
+        return most * ROWS * self.lanes
+
+
+def share(cta, length: int, ctas: int):
+    """Where a CTA's part of a list begins."""
+    return cta * length // ctas
+
+
+def owner(at, product: Product, ctas: int):
+    """The CTA whose part of a product's boxes holds this one: the inverse of `share`."""
+    return ((at + 1) * ctas - 1) // (product.tiles * product.boxes)
+
+
+class Weights(NamedTuple):
+    """All [N, K], contiguous.  input_norm, qkv_a, q_a_norm and q_b are the next layer's."""
+
+    o: cute.Pointer
+    post_norm: cute.Pointer
+    gate: cute.Pointer
+    up: cute.Pointer
+    down: cute.Pointer
+    input_norm: cute.Pointer
+    qkv_a: cute.Pointer
+    q_a_norm: cute.Pointer
+    q_b: cute.Pointer
+
+
+class Rows(NamedTuple):
+    """Contiguous rows.  values, residual: inputs; scaled_h, scaled_hidden, scaled_q_a: rows times the norm's weight that follows;
+    hidden, qkv_a, queries: results."""
+
+    values: cute.Pointer  # [M, values]
+    residual: cute.Pointer  # [M, hidden]
+    h: cute.Pointer
+    scaled_h: cute.Pointer
+    gated: cute.Pointer  # [M, intermediate]
+    hidden: cute.Pointer
+    scaled_hidden: cute.Pointer
+    qkv_a: cute.Pointer  # [M, q_rank + latent]
+    scaled_q_a: cute.Pointer  # [M, q_rank]
+    queries: cute.Pointer  # [M, queries]
+
+
+class Workspace(NamedTuple):
+    """parts: int64 [tile, piece, vector, thread, 4], in the order of the multiplying threads' registers: in each word a float32
+    and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles by
+    product, of launches; they only grow."""
+
+    parts: cute.Pointer
+    squares: cute.Pointer
+    counters: cute.Pointer
