@@ -4,9 +4,6 @@ Two kernels.  In the first (`block_attention_device`) each CTA takes an equal pa
 each request and tile of query rows to a workspace; the second (`block_attention_merge`) adds these parts up.
 """
 
-from dataclasses import dataclass
-from math import gcd
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -15,6 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from dspark_kernels.cute.block_attention_device import block_attention_kernel
+from dspark_kernels.cute.block_attention_facts import Facts
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 from dspark_kernels.cute.block_attention_merge import merge_kernel
 from dspark_kernels.cute.block_attention_schedule import (
@@ -30,6 +28,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     Requests,
     Workspace,
 )
+from dspark_kernels.cute.block_attention_values import Matrices, merge_values_kernel
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
@@ -38,61 +37,6 @@ NO_WINDOW = 2**31 - 1
 LATENT_STEP = 128  # of the values of a value row
 MOST_WIDTH = 576  # of a key row: a query tile and the stages fill the shared memory
 LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a build is specialised for.
-
-    dtype: of queries, latents and out; latent: values of a value row; width: values of a key row; rows: of the block; heads;
-    page_size; causal; ctas: that share the list of tiles.
-    slotted: requests name their rows of the page table.
-    fetch_queries: query tiles come by TMA, for which the rows of a request must have one stride; else threads load them.
-    """
-
-    dtype: torch.dtype
-    latent: int
-    width: int
-    rows: int
-    heads: int
-    page_size: int
-    causal: bool
-    ctas: int
-    slotted: bool = False
-    fetch_queries: bool = True
-
-    @property
-    def queries(self) -> int:
-        return self.rows * self.heads
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.queries // TILE)
-
-    @property
-    def box(self) -> int:
-        """Rows that one TMA box takes: they lie in one page and in one tile."""
-        return gcd(self.page_size, KEYS)
-
-    @property
-    def span(self) -> int:
-        """Rows that lie one behind the other in a column block of a key tile; half a tile is inside one span."""
-        return self.box if self.box >= KEYS // 2 else KEYS
-
-    @property
-    def box_columns(self) -> int:
-        """A box is a whole span where it can be, so that few are asked for."""
-        return self.width if self.box == self.span else SWIZZLE
-
-    @property
-    def vectors(self) -> int:
-        """Of 16 bytes, of a thread, for one part."""
-        return TILE * self.latent // CONSUMERS // CHUNK
-
-    @property
-    def merge_warps(self) -> int:
-        """Each takes every so manyeth part.  Not by the batch: the bits of a request must not hang on its neighbours."""
-        return 16 if self.row_tiles < 4 else 4
 
 
 @cute.jit
@@ -109,6 +53,7 @@ def _launch(
     latents: Latents,
     requests: Requests,
     work: Workspace,
+    matrices: Matrices,
     out: cute.Pointer,
     scale: cutlass.Float32,
     stream: cuda.CUstream,
@@ -140,26 +85,43 @@ def _launch(
     block_attention_kernel(
         tma_atom, tma_tensor, query_atom, query_tensor, score_mma, score_mma, value_mma, queries, requests, work, scale, facts
     ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)
-    merge_kernel(requests, work, out, facts).launch(
-        grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
-        block=(facts.merge_warps * WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )
+    threads = (facts.merge_warps * WARP, 1, 1)
+    if cutlass.const_expr(facts.value_width):
+        merge_values_kernel(requests, work, matrices, out, facts).launch(
+            grid=(requests.batch * facts.slices, facts.heads, -(-facts.rows // facts.group_rows)),
+            block=threads,
+            cluster=(facts.slices, 1, 1),
+            min_blocks_per_mp=2 if facts.paired else 1,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+    else:
+        merge_kernel(requests, work, out, facts).launch(
+            grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
+            block=threads,
+            stream=stream,
+            use_pdl=True,
+        )
 
 
-TENSORS = ("queries", "latents", "page_table", "slots", "context_lens", "seq_lens", "parts", "statistics", "out")
+TENSORS = (
+    "queries", "latents", "page_table", "slots", "context_lens", "seq_lens", "parts", "statistics", "value_weights", "out",
+)  # fmt: skip
 
 
-def _arguments(facts: Facts, addresses: dict[str, int], query_strides, pool, table_stride, batch, window, scale) -> tuple:
+def _arguments(
+    facts: Facts, addresses: dict[str, int], query_strides, pool, table_stride, matrix_strides, batch, window, scale
+) -> tuple:
     """In `_launch`'s order, up to the stream.
 
-    addresses: by tensor; pool: strides between pages and between tokens, number of pages.
+    addresses: by tensor; pool: strides between pages and between tokens, number of pages; matrix_strides: of value_weights.
     """
     element, wide = ELEMENTS[facts.dtype], cutlass.Int64
     types = {"page_table": (cutlass.Int32, 4), "context_lens": (wide, 8), "seq_lens": (wide, 8)}
     types["slots"] = (wide, 8)
     types |= {name: (element, 16) for name in ("queries", "latents", "out")}
+    types["value_weights"] = (element, 16 if facts.value_chunks else 2)
     types |= {"parts": (PART, 16), "statistics": (cutlass.Float32, 16)}
     at = {
         name: make_ptr(kind, addresses[name], cute.AddressSpace.gmem, assumed_align=align)
@@ -179,6 +141,7 @@ def _arguments(facts: Facts, addresses: dict[str, int], query_strides, pool, tab
             cutlass.Int32(window),
         ),
         Workspace(at["parts"], at["statistics"]),
+        Matrices(at["value_weights"], *map(wide, matrix_strides)),
         at["out"],
         cutlass.Float32(scale),
     )
@@ -186,7 +149,7 @@ def _arguments(facts: Facts, addresses: dict[str, int], query_strides, pool, tab
 
 def _entry(facts: Facts) -> tuple:
     """`_launch` and stand-ins of its arguments."""
-    arguments = _arguments(facts, dict.fromkeys(TENSORS, 16), (8, 8, 8), (8, 8, 1), 1, 1, NO_WINDOW, 1.0)
+    arguments = _arguments(facts, dict.fromkeys(TENSORS, 16), (8, 8, 8), (8, 8, 1), 1, (8, 8, 8), 1, NO_WINDOW, 1.0)
     return _launch, (*arguments, make_fake_stream(), facts)
 
 
