@@ -167,7 +167,7 @@ def with_block_rows(case, inputs, count: int):
 def test_merged_values_are_the_plain_merge_to_the_bit(case, rows):
     """Each head's matrix is the identity, so a latent that any lane takes for another, or sums otherwise, shows."""
     inputs = with_block_rows(case, BENCH.make_inputs(case, "cuda"), rows)
-    identity = torch.eye(BENCH.LATENT, dtype=inputs.queries.dtype, device="cuda").expand(case.heads, -1, -1)
+    identity = torch.eye(BENCH.LATENT, dtype=inputs.queries.dtype, device="cuda").mT.expand(case.heads, -1, -1)
     plain = BENCH.launch(case, inputs)
     assert not plain.isnan().any()
     assert torch.equal(values_of(case, inputs, identity), plain)

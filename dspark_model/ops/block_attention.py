@@ -174,7 +174,8 @@ def block_attention(
         if backend == "cute" and _cute_multiplies(value_weights):
             return _cute(queries, latents, page_table, context_lens, seq_lens, value_weights=value_weights, **options)
         attended = block_attention(queries, latents, page_table, context_lens, seq_lens, backend=backend, **options)
-        values = attended.new_empty((*attended.shape[:-1], value_weights.shape[2]))
+        shape = (*attended.shape[:-1], value_weights.shape[2])
+        values = torch.empty(shape, dtype=attended.dtype, device=attended.device)
         by_kernel = backend in ("triton", "cute", "causal_fixup")
         per_head_product(attended, value_weights, out=values, backend="triton" if by_kernel else "torch")
         return values
