@@ -215,6 +215,7 @@ def test_values_are_rounded_twice():
         (lambda w: w.bfloat16(), "value_weights are torch.bfloat16"),
         (lambda w: w.repeat_interleave(2, -1)[..., ::2], "stride 1 in one of the last two"),
     ],
+    ids=["heads", "transposed", "dtype", "strides"],
 )
 def test_matrices_that_do_not_fit_are_refused(change, what):
     with pytest.raises(ValueError, match=what):
