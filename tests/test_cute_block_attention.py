@@ -34,6 +34,7 @@ for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132),
     Facts(torch.float16, 128, 192, 16, 64, 128, True, 132),
     Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, slotted=True, fetch_queries=False),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128),
     Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False, merge_early=True),
 ):
@@ -76,7 +77,7 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     # The product: four steps for each eight columns that a warp has.
-    wanted = ((576, 4, 0, 0), (192, 3, 0, 0), (320, 4, 0, 0), (576, 4, 1, 2), (320, 4, 3, 0))
+    wanted = ((576, 4, 0, 0), (192, 3, 0, 0), (320, 4, 0, 0), (576, 4, 1, 2), (576, 4, 1, 2), (320, 4, 3, 0))
     for result, (width, boxes, tiles, fetches) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
         assert result["scores"] == width // 16
@@ -133,6 +134,7 @@ def test_the_op_hands_over_slots_and_all_options():
 
 
 RAGGED = BENCH.Case("8 heads, ragged, dummies", (0, 100, 2055, 0, 7))
+ALONE = BENCH.Case("one request", (2055,))  # in groups of other sizes than several
 ALL_PARTS = BENCH.Case("8 heads, a part of each CTA", (40000, 3, 131))
 MANY = BENCH.Case("many requests", tuple(range(0, 3000, 83)), slotted=True)
 CAUSAL = BENCH.Case("16 heads, causal", (515, 0, 70), heads=16, causal=True)
@@ -140,10 +142,16 @@ APART = BENCH.Case("12 heads, apart", (515, 0, 70), heads=12, apart=True)
 ONE = BENCH.Case("1 head, float16", (2055, 9), heads=1, dtype="float16")
 WINDOW = BENCH.Case("64 heads, window", (2055, 0, 70), heads=64, window=100)
 # Few builds: each takes seconds.
-OF_ROWS = [(case, BENCH.BLOCK) for case in (RAGGED, ALL_PARTS, MANY, CAUSAL, WINDOW)]
-OF_ROWS += [(RAGGED, 1), (RAGGED, 5), (RAGGED, 16), (APART, 9), (ONE, 16)]
+OF_ROWS = [(case, BENCH.BLOCK) for case in (ALONE, RAGGED, ALL_PARTS, MANY, CAUSAL, WINDOW)]
+OF_ROWS += [(RAGGED, 1), (ALONE, 5), (RAGGED, 16), (APART, 9), (ONE, 16)]
 OF_MATRICES = [(RAGGED, 128, "rows of kv_b_proj"), (ALL_PARTS, 128, "rows of kv_b_proj"), (CAUSAL, 128, "rows of kv_b_proj")]
-OF_MATRICES += [(WINDOW, 128, "rows of kv_b_proj"), (RAGGED, 72, "columns"), (APART, 72, "columns"), (ONE, 128, "columns")]
+OF_MATRICES += [
+    (ALONE, 128, "rows of kv_b_proj"),
+    (WINDOW, 128, "rows of kv_b_proj"),
+    (RAGGED, 72, "columns"),
+    (APART, 72, "columns"),
+    (ONE, 128, "columns"),
+]
 
 
 def named(value) -> str:
@@ -186,7 +194,7 @@ def test_values_are_the_plain_merge_and_a_product(case, width, layout):
     wanted = torch.einsum("bnhc,hcv->bnhv", plain, weights.double())
     magnitudes = torch.einsum("bnhc,hcv->bnhv", plain.abs(), weights.double().abs())
     half_step = torch.finfo(dtype).eps / 2
-    assert ((ours.double() - wanted).abs() <= half_step * wanted.abs() + 2e-6 * magnitudes).all()
+    assert ((ours.double() - wanted).abs() <= half_step * wanted.abs() + 4e-6 * magnitudes).all()
     exact = torch.einsum("bnhc,hcv->bnhv", BENCH.expected(case, inputs), weights.double())
     assert (ours.double() - exact).norm() <= (3.2e-3 if dtype is torch.bfloat16 else 6e-4) * exact.norm()
     assert (ours[[length == 0 for length in case.seq_lens]] == 0).all()

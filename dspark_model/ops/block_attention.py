@@ -154,7 +154,8 @@ def block_attention(
     dtypes, the shape of a request's queries, kv_lora_rank, softmax_scale, causal, window, whether rows lie at multiples of 16
     bytes, and on the requests that have keys, in their order: their queries, keys and lengths.  They depend neither on requests
     without keys, nor on the size of the batch with these, nor on max_seq_len, the page size, the pages' places or the pool's
-    layout.  Another request with keys may move the places where a long context is divided, and so the last bit.
+    layout.  Another request with keys may move the places where a long context is divided, and so the last bit.  A product with
+    value_weights in the merge's launch keeps all of this; one in a launch of its own has the bits of `per_head_product`.
     Returns [B, N, heads, kv_lora_rank] in queries' dtype; float32 inside, one rounding.  A request with no key gives 0.  With
         value_weights [B, N, heads, v_head_dim], contiguous, rounded once more.
 

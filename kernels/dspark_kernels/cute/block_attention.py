@@ -5,6 +5,8 @@ each request and tile of query rows to a workspace; the second adds these parts 
 the sums by each head's matrix if there are some (`block_attention_values`).
 """
 
+from dataclasses import replace
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -158,6 +160,12 @@ def compile_block_attention(facts: Facts, architecture: str):
     return compile_once(_entry, facts, architecture)
 
 
+def _group_rows(batch: int, heads: int) -> int:
+    """Block rows that a cluster takes: few for one request, which then has all processors (K3's 7 rows of 8 heads are 16
+    clusters of 8 CTAs); else many, as each cluster reads the whole of a head's matrix."""
+    return 4 if batch == 1 and heads <= 8 else 8
+
+
 def block_attention(
     queries: torch.Tensor,
     latents: torch.Tensor,
@@ -204,9 +212,13 @@ def block_attention(
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     facts = Facts(
         queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
-        fetch_queries=one_stride, value_width=0 if value_weights is None else value_weights.shape[2],
-        value_chunks=value_weights is None or in_chunks(value_weights), merge_early=merge_early,
+        fetch_queries=one_stride, merge_early=merge_early,
     )  # fmt: skip
+    if value_weights is not None:
+        facts = replace(
+            facts, value_width=value_weights.shape[2], group_rows=_group_rows(batch, heads),
+            value_chunks=in_chunks(value_weights),
+        )  # fmt: skip
     out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)
     if not out.numel():
         return out

@@ -18,6 +18,7 @@ class Facts:
     slotted: requests name their rows of the page table.
     fetch_queries: query tiles come by TMA, for which the rows of a request must have one stride; else threads load them.
     value_width: columns of the heads' matrices that the merge multiplies by; 0: none, the latents are the result.
+    group_rows: block rows of a head that a cluster takes where the merge multiplies: 4 or 8; the bits are the same.
     value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
     merge_early: the merge's CTAs may start as soon as those of the attention have started, and wait beside them.
     """
@@ -33,6 +34,7 @@ class Facts:
     slotted: bool = False
     fetch_queries: bool = True
     value_width: int = 0
+    group_rows: int = 8
     value_chunks: bool = True
     merge_early: bool = False
 
@@ -80,11 +82,6 @@ class Facts:
         return self.heads == 8
 
     @property
-    def group_rows(self) -> int:
-        """Block rows of a head that a cluster takes.  K3's 7 rows of 8 heads become 16 clusters of 8: all of the processors."""
-        return 4 if self.paired else 8
-
-    @property
     def slots(self) -> int:
         """Places of a group's rows in a part: each a row, or a pair of rows."""
         rows = min(self.rows, self.group_rows)
@@ -99,6 +96,11 @@ class Facts:
     def slot_turns(self) -> int:
         """A warp reads two slots at once."""
         return -(-self.slots // 2)
+
+    @property
+    def turn_parts(self) -> int:
+        """Parts in flight of a warp: of the registers that it may have, 36 for vectors."""
+        return min(9, 9 * CHUNK // self.slot_values // self.slot_turns)
 
     @property
     def value_tiles(self) -> int:

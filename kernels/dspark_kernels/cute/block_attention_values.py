@@ -30,8 +30,6 @@ from dspark_kernels.cute.block_attention_schedule import (
     values_at,
 )
 
-MERGE_BATCHES = {1: 9, 2: 5, 3: 4, 4: 4}  # parts in flight of a warp, by turns
-
 
 class Group(NamedTuple):
     """Of a cluster: its request, its head and the first of its block rows."""
@@ -223,7 +221,7 @@ def merge_values_kernel(
         # All loads are in flight before the first value is used.
         own = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(-(-facts.ctas // step))]
         load_statistics(work, at, own_row, own_part, step, own)
-        vectors = [[cute.make_rmem_tensor(facts.slot_values, PART) for _ in range(turns)] for _ in range(MERGE_BATCHES[turns])]
+        vectors = [[cute.make_rmem_tensor(facts.slot_values, PART) for _ in range(turns)] for _ in range(facts.turn_parts)]
         _load_batch(work, sources, warp, vectors, facts)
         weigh_parts(own, shared, own_count, own_row, own_part, step, facts)
         _sum_parts(work, sources, vectors, longest, warp, lane, shared, facts)
