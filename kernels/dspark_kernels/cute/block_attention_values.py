@@ -69,9 +69,9 @@ def _source(group: Group, entry, cta, slot, facts: cutlass.Constexpr):
     query = _query_of(group, slot * (2 if facts.paired else 1), facts)
     part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
     row = query % TILE
-    group_ctas = facts.slices // 2
-    vector = cta % group_ctas * 4 + lane % 16 // 4
-    thread = cta // group_ctas * (CONSUMERS // 2) + row // 16 * WARP + row % 8 * 4 + lane % 4
+    warpgroup_ctas = facts.slices // 2
+    vector = cta % warpgroup_ctas * 4 + lane % 16 // 4
+    thread = cta // warpgroup_ctas * (CONSUMERS // 2) + row // 16 * WARP + row % 8 * 4 + lane % 4
     first = ((part * facts.vectors + vector) * CONSUMERS + thread) * CHUNK
     if cutlass.const_expr(not facts.paired):
         first += row % 16 // 8 * 2
