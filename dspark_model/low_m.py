@@ -62,9 +62,8 @@ class LowMPath:
     def layer(self, layer: "DrafterLayer", x: torch.Tensor, layer_view: torch.Tensor, context: "BlockContext") -> torch.Tensor:
         """`DrafterLayer.forward` in as many launches as it has products, and those of attention and the latents."""
         attn, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-        attended = layer.attend(self.write_latents_and_query(layer, x, layer_view, context), layer_view, context)
-        values = attended.new_empty((*attended.shape[:-1], attn.config.v_head_dim))
-        ops.per_head_product(attended, attn.value_weights.transpose(1, 2), out=values, backend="triton")
+        queries = self.write_latents_and_query(layer, x, layer_view, context)
+        values = layer.attend(queries, layer_view, context, attn.value_weights.transpose(1, 2))
         h = self.linear(values.flatten(-2), attn.o_proj.weight, residual=x)
         gated = self.linear(h, mlp.gate_proj.weight, up_weight=mlp.up_proj.weight, norm_weight=norm.weight, eps=norm.eps)
         return self.linear(gated, mlp.down_proj.weight, residual=h)

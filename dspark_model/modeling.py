@@ -88,8 +88,15 @@ class DrafterLayer(nn.Module):
         h = x + self.self_attn.output(self.attend(queries, layer_view, context))
         return h + self.mlp(self.post_attention_layernorm(h))
 
-    def attend(self, queries: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
-        """`ops.block_attention` of queries [B, N, heads, D]: [B, N, heads, kv_lora_rank]."""
+    def attend(
+        self,
+        queries: torch.Tensor,
+        layer_view: torch.Tensor,
+        context: BlockContext,
+        value_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`ops.block_attention` of queries [B, N, heads, D]: [B, N, heads, kv_lora_rank], or with value_weights [B, N, heads,
+        v_head_dim]."""
         return ops.block_attention(
             queries,
             layer_view,
@@ -102,6 +109,7 @@ class DrafterLayer(nn.Module):
             causal=self.config.is_causal,
             backend=context.paths.attention,
             slots=context.slots,
+            value_weights=value_weights,
         )
 
     def write_latents_and_query(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:

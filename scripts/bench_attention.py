@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time one layer's block attention at Kimi K3's shape on a GPU, under graph replay, beside its floors and FlashInfer's fa3.
 
-usage: bench_attention.py [--out FOLDER] [--contexts 2048 32768 131072 393216] [--no-flashinfer]
+usage: bench_attention.py [--out FOLDER] [--contexts 2048 32768 131072 393216] [--backends cute triton] [--no-flashinfer]
 Each backend is held to float64 first: one that fails, to compile or to be right, is reported and not timed.  They take turns
 within a round; medians over rounds.  Writes bench_attention.json.  Status 1 if none of ours is right in some case.
 """
@@ -11,6 +11,7 @@ import json
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,12 +24,15 @@ SECONDS_TO_BUILD = 60
 # and the causal kernel's result is rounded once more.
 BOUNDS = {"triton": 1.2, "cute": 1.3, "causal_fixup": 1.6}
 FLASHINFER = "flashinfer fa3"
+# The same with W_UV behind it, `cute`: in a launch of its own, in the merge's launch, and in one that may start early.
+APART, MERGED, EARLY = VALUES = ("values apart", "values merged", "values early")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/bench_attention"), metavar="FOLDER")
     parser.add_argument("--contexts", type=int, nargs="+", default=sorted({context for _, context, _ in cases.CASES}))
+    parser.add_argument("--backends", nargs="+", choices=BOUNDS, default=list(BOUNDS), metavar="NAME")
     parser.add_argument("--no-flashinfer", action="store_true")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -39,7 +43,7 @@ def main() -> int:
     rows = []
     for batch, context, heads in cases.CASES:
         if context in options.contexts:
-            rows += measure(batch, context, heads, not options.no_flashinfer)
+            rows += measure(batch, context, heads, options.backends, not options.no_flashinfer)
             torch.cuda.empty_cache()
             # Written after each case, so that a run cut short leaves what it has.
             result = json.dumps({"machine": machine(), "rows": rows}, indent=1)
@@ -48,7 +52,7 @@ def main() -> int:
 
 
 @torch.inference_mode()
-def measure(batch: int, context: int, heads: int, with_flashinfer: bool) -> list[dict]:
+def measure(batch: int, context: int, heads: int, backends: list[str], with_flashinfer: bool) -> list[dict]:
     """One case, printed as it comes."""
     start = time.perf_counter()
     case = cases.make_case(batch, context, heads, rotated_bytes=cases.ROTATED_BYTES)
@@ -59,14 +63,17 @@ def measure(batch: int, context: int, heads: int, with_flashinfer: bool) -> list
         f"{len(case.pools)} pools; rounding alone {rounded:.2e}", flush=True,
     )  # fmt: skip
     calls, errors = {}, {}
-    for name, bound in BOUNDS.items():
+    error_of = partial(cases.error_against_float64, case)
+    for name in backends:
         reason = case.refusal(name)
         if reason is not None:
             print(f"  {name:24} left out: {reason}", flush=True)
             continue
-        check(name, case, lambda name=name: lambda pool: case.run(pool, backend=name), calls, errors, bound * rounded)
+        check(name, lambda name=name: partial(case.run, backend=name), calls, errors, error_of, BOUNDS[name] * rounded)
+        if name == "cute":
+            check_values(case, calls, errors)
     if with_flashinfer:
-        check(FLASHINFER, case, lambda: cases.flashinfer_call(case), calls, errors, 4 * rounded)
+        check(FLASHINFER, lambda: cases.flashinfer_call(case), calls, errors, error_of, 4 * rounded)
     rows = []
     for name, timing in sorted(cases.time_case(case, calls).items(), key=lambda item: item[1].median_us):
         share = max(byte_floor, flop_floor) / timing.median_us
@@ -81,13 +88,27 @@ def measure(batch: int, context: int, heads: int, with_flashinfer: bool) -> list
     return rows
 
 
-def check(name: str, case, make_call, calls: dict, errors: dict, bound: float) -> None:
+def check_values(case, calls: dict, errors: dict) -> None:
+    """`check` of the variants with W_UV."""
+    weights = case.value_weights()
+    error_of = partial(cases.error_against_float64, case, value_weights=weights)
+    rounded = error_of(cases.values_of(case.rounded_reference(), weights).to(weights.dtype))
+    variants = {
+        APART: partial(case.run_with_product_apart, backend="cute", value_weights=weights),
+        MERGED: partial(case.run, backend="cute", value_weights=weights),
+        EARLY: partial(case.run_with_early_merge, value_weights=weights),
+    }
+    for name, call in variants.items():
+        check(name, lambda call=call: call, calls, errors, error_of, BOUNDS["cute"] * rounded)
+
+
+def check(name: str, make_call, calls: dict, errors: dict, error_of, bound: float) -> None:
     """Adds a variant whose result is within the bound and repeats itself to the bit; says why it does not add another."""
     signal.alarm(SECONDS_TO_BUILD)  # raises out of a build that takes longer
     try:
         call = make_call()
         out = call(0)
-        error = cases.error_against_float64(case, out)
+        error = error_of(out)
         torch.cuda.synchronize()
         if not error <= bound:
             raise AssertionError(f"error {error:.2e}, allowed {bound:.2e}")
@@ -107,7 +128,7 @@ def stop_build(*_) -> None:
 
 def summary(rows: list[dict]) -> int:
     """Microseconds of all backends, case by case."""
-    names = (*BOUNDS, FLASHINFER)
+    names = (*BOUNDS, *VALUES, FLASHINFER)
     status = 0 if rows else 1
     print(f"{'B':>2} {'context':>7} {'heads':>5} {'floor':>7} " + " ".join(f"{name:>14}" for name in names))
     for batch, context, heads in dict.fromkeys((row["batch"], row["context"], row["heads"]) for row in rows):

@@ -149,7 +149,8 @@ def expected(case: Case, inputs: Inputs) -> torch.Tensor:
     return out
 
 
-def launch(case: Case, inputs: Inputs) -> torch.Tensor:
+def launch(case: Case, inputs: Inputs, **options) -> torch.Tensor:
+    """options: others of the CuTe `block_attention`."""
     from dspark_kernels.cute.block_attention import block_attention
 
     return block_attention(
@@ -159,6 +160,7 @@ def launch(case: Case, inputs: Inputs) -> torch.Tensor:
         causal=case.causal,
         window=case.window,
         slots=inputs.slots,
+        **options,
     )
 
 

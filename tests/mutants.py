@@ -438,6 +438,21 @@ MUTANTS = (
         needs="gpu",
     ),
     Mutant(
+        "cute_values_take_half_of_the_matrix_twice", "kernels/dspark_kernels/cute/block_attention_product.py",
+        "here = at + i * (SLICE // 2) * matrices.row_stride",
+        "here = at",
+        "test_cute_block_attention.py::test_values_are_the_plain_merge_and_a_product"
+        "[8 heads, ragged, dummies-128-rows of kv_b_proj]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_values_weigh_a_row_as_its_neighbour", "kernels/dspark_kernels/cute/block_attention_values.py",
+        "(facts.rows - 1) // 2 * 2) + row % 2",
+        "(facts.rows - 1) // 2 * 2)",
+        "test_cute_block_attention.py::test_merged_values_are_the_plain_merge_to_the_bit[8 heads, ragged, dummies-7]",
+        needs="gpu",
+    ),
+    Mutant(
         "layers_do_not_join", "dspark_model/modeling.py",
         "side.join()",
         "pass",
@@ -624,6 +639,12 @@ MUTANTS = (
         "page_table = page_table[slots.clamp(min=0)]  # what",
         "page_table = page_table[: len(slots)]  # what",
         "ops/test_block_attention.py::test_table_of_all_slots",
+    ),
+    Mutant(
+        "values_are_multiplied_by_any_matrices", "dspark_model/ops/block_attention.py",
+        "value_weights.dim() != 3 or value_weights.shape[:2] != (heads, kv_lora_rank)",
+        "value_weights.dim() != 3",
+        "ops/test_block_attention.py::test_matrices_that_do_not_fit_are_refused[heads]",
     ),
     Mutant(
         "page_of_no_key_is_looked_up", "dspark_model/ops/block_attention.py",

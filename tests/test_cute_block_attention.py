@@ -5,24 +5,38 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from kernel_kit import watched_memory
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 
 PROGRAM = r"""
-import json, re
+import json, re, subprocess, sys
+from pathlib import Path
 import torch
+import triton
 from dspark_kernels.cute.block_attention import Facts, compile_block_attention
+
+# Bytes of the kernels' stacks: where registers did not suffice.
+def stack(machine_code):
+    Path("kernels.cubin").write_bytes(machine_code)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", "kernels.cubin"], capture_output=True, text=True, check=True).stdout
+    return [int(size) for size in re.findall(r"STACK:(\d+)", usage)]
 
 results = []
 for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132),
     Facts(torch.float16, 128, 192, 16, 64, 128, True, 132),
     Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, slotted=True, fetch_queries=False),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128),
+    Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False, merge_early=True),
 ):
     compiled = compile_block_attention(facts, "sm_90a")
     machine_code, ptx = compiled.__cubin__, compiled.__ptx__
@@ -35,7 +49,12 @@ for facts in (
             "values": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{facts.latent // 2}k16.f32"),
             "boxes": ptx.count("cp.async.bulk.tensor.4d.shared"),
             "spilled": ".local" in ptx,
+            "stack": stack(machine_code),
             "waits": ptx.count("griddepcontrol.wait"),
+            "launches": ptx.count("griddepcontrol.launch_dependents"),
+            "products": ptx.count("mma.sync.aligned.m16n8k16.row.col.f32"),
+            "sends": ptx.count("st.shared::cluster.v2.b32"),
+            "fetches": ptx.count("cp.async.ca.shared.global") + ptx.count("cp.async.cg.shared.global"),
         }
     )
 print(json.dumps(results))
@@ -57,14 +76,16 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
-    wanted = ((576, 4), (192, 3), (320, 4))
-    for result, (width, boxes) in zip(results, wanted, strict=True):
+    # The product: four steps for each eight columns that a warp has.
+    wanted = ((576, 4, 0, 0), (192, 3, 0, 0), (320, 4, 0, 0), (576, 4, 1, 2), (576, 4, 1, 2), (320, 4, 3, 0))
+    for result, (width, boxes, tiles, fetches) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
         assert result["scores"] == width // 16
         assert result["values"] == 4
         assert result["boxes"] == boxes
-        assert not result["spilled"]
-        assert result["waits"] == 1
+        assert not result["spilled"] and result["stack"] == [0, 0]
+        assert result["waits"] == result["launches"] == 1
+        assert (result["products"], result["sends"], result["fetches"]) == (4 * tiles, tiles, fetches)
 
 
 def bench():
@@ -112,6 +133,110 @@ def test_the_op_hands_over_slots_and_all_options():
     assert torch.equal(ours, BENCH.launch(case, inputs))
 
 
+RAGGED = BENCH.Case("8 heads, ragged, dummies", (0, 100, 2055, 0, 7))
+ALONE = BENCH.Case("one request", (2055,))  # in groups of other sizes than several
+ALL_PARTS = BENCH.Case("8 heads, a part of each CTA", (40000, 3, 131))
+MANY = BENCH.Case("many requests", tuple(range(0, 3000, 83)), slotted=True)
+CAUSAL = BENCH.Case("16 heads, causal", (515, 0, 70), heads=16, causal=True)
+APART = BENCH.Case("12 heads, apart", (515, 0, 70), heads=12, apart=True)
+ONE = BENCH.Case("1 head, float16", (2055, 9), heads=1, dtype="float16")
+WINDOW = BENCH.Case("64 heads, window", (2055, 0, 70), heads=64, window=100)
+# Few builds: each takes seconds.
+OF_ROWS = [(case, BENCH.BLOCK) for case in (ALONE, RAGGED, ALL_PARTS, MANY, CAUSAL, WINDOW)]
+OF_ROWS += [(RAGGED, 1), (ALONE, 5), (RAGGED, 16), (APART, 9), (ONE, 16)]
+OF_MATRICES = [(RAGGED, 128, "rows of kv_b_proj"), (ALL_PARTS, 128, "rows of kv_b_proj"), (CAUSAL, 128, "rows of kv_b_proj")]
+OF_MATRICES += [
+    (ALONE, 128, "rows of kv_b_proj"),
+    (WINDOW, 128, "rows of kv_b_proj"),
+    (RAGGED, 72, "columns"),
+    (APART, 72, "columns"),
+    (ONE, 128, "columns"),
+]
+
+
+def named(value) -> str:
+    return value.name if isinstance(value, BENCH.Case) else str(value)
+
+
+def values_of(case, inputs, value_weights, **options) -> torch.Tensor:
+    """The fused result, out of poisoned memory and with nothing written outside."""
+    with watched_memory():
+        return BENCH.launch(case, inputs, value_weights=value_weights, **options)
+
+
+def with_block_rows(case, inputs, count: int):
+    """The same requests with another number of query rows; the first ones come again behind the seventh."""
+    queries = inputs.queries[:, torch.arange(count) % BENCH.BLOCK].contiguous()
+    return replace(inputs, queries=BENCH.lay_out(case, queries))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "rows"), OF_ROWS, ids=named)
+def test_merged_values_are_the_plain_merge_to_the_bit(case, rows):
+    """Each head's matrix is the identity, so a latent that any lane takes for another, or sums otherwise, shows."""
+    inputs = with_block_rows(case, BENCH.make_inputs(case, "cuda"), rows)
+    identity = torch.eye(BENCH.LATENT, dtype=inputs.queries.dtype, device="cuda").mT.expand(case.heads, -1, -1)
+    plain = BENCH.launch(case, inputs)
+    assert not plain.isnan().any()
+    assert torch.equal(values_of(case, inputs, identity), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "width", "layout"), OF_MATRICES, ids=named)
+def test_values_are_the_plain_merge_and_a_product(case, width, layout):
+    """NaN between the heads' matrices; the rounding of the result is all that may differ, and bits repeat."""
+    inputs = BENCH.make_inputs(case, "cuda")
+    dtype = inputs.queries.dtype
+    drawn = torch.randn(case.heads, 2 * width, BENCH.LATENT, device="cuda").to(dtype)
+    drawn[:, :width] = float("nan")
+    weights = drawn[:, width:].mT if layout == "rows of kv_b_proj" else drawn[:, width:].mT.contiguous()
+    ours, plain = values_of(case, inputs, weights), BENCH.launch(case, inputs).double()
+    wanted = torch.einsum("bnhc,hcv->bnhv", plain, weights.double())
+    magnitudes = torch.einsum("bnhc,hcv->bnhv", plain.abs(), weights.double().abs())
+    half_step = torch.finfo(dtype).eps / 2
+    assert ((ours.double() - wanted).abs() <= half_step * wanted.abs() + 4e-6 * magnitudes).all()
+    exact = torch.einsum("bnhc,hcv->bnhv", BENCH.expected(case, inputs), weights.double())
+    assert (ours.double() - exact).norm() <= (3.2e-3 if dtype is torch.bfloat16 else 6e-4) * exact.norm()
+    assert (ours[[length == 0 for length in case.seq_lens]] == 0).all()
+    assert all(torch.equal(values_of(case, inputs, weights), ours) for _ in range(3))
+    assert torch.equal(values_of(case, BENCH.add_dummies(case, inputs), weights)[1:-2], ours)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+def test_values_under_a_graph_follow_the_lengths(early):
+    from dspark_model.bench.timing import capture
+
+    case = BENCH.Case("", (2055, 0, 70))
+    inputs = BENCH.make_inputs(case, "cuda")
+    weights = torch.randn(8, 128, BENCH.LATENT, device="cuda").bfloat16().mT
+    kept = []
+    graph = capture(lambda: kept.append(BENCH.launch(case, inputs, value_weights=weights, merge_early=early)))
+    for length in (2055, 64, 0, 1300):
+        inputs.seq_lens[0] = length
+        kept[-1].fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(kept[-1], values_of(case, inputs, weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "fused"), [(128, True), (100, False)])
+def test_the_op_hands_over_matrices_and_multiplies_what_the_merge_does_not_take(width, fused):
+    from dspark_model.ops import block_attention, per_head_product
+
+    case = BENCH.Case("", (2055, 0, 70))
+    inputs = BENCH.make_inputs(case, "cuda")
+    weights = torch.randn(8, width, BENCH.LATENT, device="cuda").bfloat16().mT
+    options = {"kv_lora_rank": BENCH.LATENT, "softmax_scale": BENCH.WIDTH**-0.5, "max_seq_len": 4096}
+    ours = block_attention(*inputs.arguments(), **options, value_weights=weights, backend="cute")
+    if fused:
+        wanted = BENCH.launch(case, inputs, value_weights=weights)
+    else:
+        wanted = torch.empty_like(ours)
+        per_head_product(BENCH.launch(case, inputs), weights, out=wanted, backend="triton")
+    assert torch.equal(ours, wanted)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -124,6 +249,11 @@ def test_the_op_hands_over_slots_and_all_options():
         (lambda a: a.update(slots=torch.zeros(2, dtype=torch.int32)), "slots must be int64"),
         (lambda a: a.update(slots=torch.zeros(3, dtype=torch.int64)), "one a request"),
         (lambda a: a.update(softmax_scale=0.0), "softmax_scale=0.0: must be positive"),
+        (lambda a: a.update(value_weights=torch.zeros(8, 512, 128)), "value_weights are torch.float32 on cpu"),
+        (lambda a: a.update(value_weights=torch.zeros(8, 128, 512).bfloat16()), r"wanted \(8, 512, v_head_dim\)"),
+        (lambda a: a.update(value_weights=torch.zeros(8, 512, 100).bfloat16()), "columns in steps of 8, not 100"),
+        (lambda a: a.update(value_weights=torch.zeros(8, 512, 520).bfloat16()), "up to 512 columns in steps of 8, not 520"),
+        (lambda a: a.update(kv_lora_rank=384, value_weights=torch.zeros(8, 384, 8).bfloat16()), "128, 256, 512 latents"),
     ],
 )
 def test_bad_input_is_refused_before_the_device_is_asked(change, message):

@@ -10,11 +10,14 @@ from dspark_model.bench.k3_rank import NUM_DRAFTS
 from dspark_model.bench.timing import Timing, capture, time_interleaved
 from dspark_model.step_plan import key_bound
 
-WIDTH, RANK = 576, 512  # Kimi K3: latent with its rotary part, and the latent
+WIDTH, RANK, VALUE_WIDTH = 576, 512, 128  # Kimi K3: latent with its rotary part, the latent, and values of a head
 SCALE = 192**-0.5  # of the drafter's 128 + 64 query values a head
 BYTE_RATE, FLOP_RATE = 4.3e12, 790e12  # what large reads and dense bf16 products reach on an H200
 ROTATED_BYTES = 300_000_000  # six times L2
-CASES = ((1, 2048, 8), (4, 2048, 8), (1, 32768, 8), (1, 131072, 8), (1, 393216, 8), (1, 2048, 64), (1, 32768, 64))
+CASES = (
+    (1, 2048, 8), (4, 2048, 8), (16, 2048, 8), (1, 32768, 8), (4, 32768, 8), (1, 131072, 8), (1, 393216, 8), (1, 2048, 64),
+    (1, 32768, 64),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,31 @@ class AttentionCase:
     def inputs(self, pool: int = 0) -> tuple[torch.Tensor, ...]:
         return self.queries, self.pools[pool], self.page_table, self.context_lens, self.seq_lens
 
-    def run(self, pool: int = 0, *, backend: str) -> torch.Tensor:
+    def run(self, pool: int = 0, *, backend: str, value_weights: torch.Tensor | None = None) -> torch.Tensor:
         return ops.block_attention(
-            *self.inputs(pool), kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=self.max_seq_len, backend=backend
-        )
+            *self.inputs(pool), kv_lora_rank=RANK, softmax_scale=SCALE, max_seq_len=self.max_seq_len, backend=backend,
+            value_weights=value_weights,
+        )  # fmt: skip
+
+    def run_with_product_apart(self, pool: int, *, backend: str, value_weights: torch.Tensor) -> torch.Tensor:
+        """The same values with a launch for the product."""
+        attended = self.run(pool, backend=backend)
+        values = attended.new_empty(*attended.shape[:3], VALUE_WIDTH)
+        ops.per_head_product(attended, value_weights, out=values, backend="triton")
+        return values
+
+    def run_with_early_merge(self, pool: int, *, value_weights: torch.Tensor) -> torch.Tensor:
+        """The same values by `cute`, whose merge may start beside the attention."""
+        from dspark_kernels.cute.block_attention import block_attention
+
+        options = {"kv_lora_rank": RANK, "softmax_scale": SCALE, "value_weights": value_weights, "merge_early": True}
+        return block_attention(*self.inputs(pool), **options)
+
+    def value_weights(self) -> torch.Tensor:
+        """W_UV as a drafter has it: [heads, RANK, VALUE_WIDTH], a view of rows of kv_b_proj."""
+        draw, device = torch.Generator(self.queries.device).manual_seed(8), self.queries.device
+        rows = torch.randn(self.queries.shape[2], 2 * VALUE_WIDTH, RANK, generator=draw, device=device, dtype=torch.float32)
+        return (rows * RANK**-0.5).to(self.queries.dtype)[:, VALUE_WIDTH:].mT
 
     def refusal(self, backend: str) -> str | None:
         """Why the backend does not take this case."""
@@ -99,14 +123,21 @@ def make_case(
     return AttentionCase(queries, pools, table, lens, lens + block, key_bound(context + block))
 
 
-def error_against_float64(case: AttentionCase, out: torch.Tensor) -> float:
+def error_against_float64(case: AttentionCase, out: torch.Tensor, value_weights: torch.Tensor | None = None) -> float:
     """Root of the mean square error over that of the exact result, pool 0."""
     wrong = right = 0.0
     for request in range(out.shape[0]):
         exact = case.weights(request) @ case.rows(request)[:, :RANK].double()
+        if value_weights is not None:
+            exact = values_of(exact.view(*out.shape[1:3], RANK), value_weights).flatten(0, 1)
         wrong += float((out[request].flatten(0, 1).double() - exact).square().sum())
         right += float(exact.square().sum())
     return (wrong / right) ** 0.5
+
+
+def values_of(attended: torch.Tensor, value_weights: torch.Tensor) -> torch.Tensor:
+    """Float64 product of attended latents [..., heads, RANK] with each head's matrix: [..., heads, VALUE_WIDTH]."""
+    return torch.einsum("...hc,hcv->...hv", attended.double(), value_weights.double())
 
 
 def flashinfer_call(case: AttentionCase) -> Callable[[int], torch.Tensor]:

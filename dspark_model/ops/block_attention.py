@@ -5,6 +5,7 @@ import importlib.util
 import torch
 
 from dspark_model.ops.fp8_rows import FP8, check_pool_row_width, dequantise_rows
+from dspark_model.ops.per_head_product import per_head_product
 
 BACKENDS = ("torch", "triton", "cute", "causal_fixup", "flashinfer")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -118,6 +119,7 @@ def block_attention(
     causal: bool = False,
     window: int | None = None,
     slots: torch.Tensor | None = None,
+    value_weights: torch.Tensor | None = None,
     backend: str = "torch",
 ) -> torch.Tensor:
     """softmax(scale * q . k) v over one shared latent: keys are whole latent rows, values their first kv_lora_rank values
@@ -134,6 +136,10 @@ def block_attention(
     causal: row j of the block sees the block rows up to itself only; all rows see the whole context.
     window: W >= 1: no row sees a context row with an index below context_lens[b] - W; such rows and their pages are never used
         either.  None: all rows see the whole context.
+    value_weights: W_UV, [heads, kv_lora_rank, v_head_dim] in queries' dtype, any strides with one of the last two being 1: the
+        result is `per_head_product` of the attention, rounded, with these.  `cute` multiplies in the launch that merges, if
+        kv_lora_rank is 128, 256 or 512, and v_head_dim a multiple of 8 up to 512; a launch of its own, by Triton with the
+        kernels and by torch else, does it for other sizes and backends.
     backend: `torch`;
         `triton`: reads each key once a 64 query rows, gathers nothing, never waits for the device, and rounds the weights to
             the queries' dtype before the product with the values.  From an fp8 pool of rows at multiples of 16 bytes it gives
@@ -148,21 +154,34 @@ def block_attention(
     dtypes, the shape of a request's queries, kv_lora_rank, softmax_scale, causal, window, whether rows lie at multiples of 16
     bytes, and on the requests that have keys, in their order: their queries, keys and lengths.  They depend neither on requests
     without keys, nor on the size of the batch with these, nor on max_seq_len, the page size, the pages' places or the pool's
-    layout.  Another request with keys may move the places where a long context is divided, and so the last bit.
-    Returns [B, N, heads, kv_lora_rank] in queries' dtype; float32 inside, one rounding.  A request with no key gives 0.
+    layout.  Another request with keys may move the places where a long context is divided, and so the last bit.  A product with
+    value_weights in the merge's launch keeps all of this; one in a launch of its own has the bits of `per_head_product`.
+    Returns [B, N, heads, kv_lora_rank] in queries' dtype; float32 inside, one rounding.  A request with no key gives 0.  With
+        value_weights [B, N, heads, v_head_dim], contiguous, rounded once more.
 
     Raises:
-        ValueError: the window is below 1, `block_attention_refusal` gives a reason, or a kernel cannot take the strides, widths
-            or dtypes of the tensors.
+        ValueError: the window is below 1, `block_attention_refusal` gives a reason, value_weights do not fit the queries, or a
+            kernel cannot take the strides, widths or dtypes of the tensors.
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a window over the context holds at least 1 row; pass None for no window")
     _check_served(backend, queries, latents, kv_lora_rank, causal, window)
+    options = {
+        "kv_lora_rank": kv_lora_rank, "softmax_scale": softmax_scale, "max_seq_len": max_seq_len, "causal": causal,
+        "window": window, "slots": slots,
+    }  # fmt: skip
+    if value_weights is not None:
+        _check_value_weights(value_weights, queries, kv_lora_rank)
+        if backend == "cute" and _cute_multiplies(value_weights):
+            return _cute(queries, latents, page_table, context_lens, seq_lens, value_weights=value_weights, **options)
+        attended = block_attention(queries, latents, page_table, context_lens, seq_lens, backend=backend, **options)
+        shape = (*attended.shape[:-1], value_weights.shape[2])
+        values = torch.empty(shape, dtype=attended.dtype, device=attended.device)
+        by_kernel = backend in ("triton", "cute", "causal_fixup")
+        per_head_product(attended, value_weights, out=values, backend="triton" if by_kernel else "torch")
+        return values
     if backend != "torch":
-        return _BACKENDS[backend](
-            queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
-            max_seq_len=max_seq_len, causal=causal, window=window, slots=slots,
-        )  # fmt: skip
+        return _BACKENDS[backend](queries, latents, page_table, context_lens, seq_lens, **options)
     if slots is not None:
         page_table = page_table[slots.clamp(min=0)]  # what a slot of -1 gets has no key
     batch, rows, heads, width = queries.shape
@@ -202,6 +221,28 @@ def _check_served(backend: str, queries, latents, kv_lora_rank: int, causal: boo
     )  # fmt: skip
     if reason is not None:
         raise ValueError(f"block_attention={backend}: {reason}")
+
+
+def _check_value_weights(value_weights: torch.Tensor, queries: torch.Tensor, kv_lora_rank: int) -> None:
+    """Raises ValueError for matrices that do not fit the queries."""
+    heads = queries.shape[2]
+    if value_weights.dim() != 3 or value_weights.shape[:2] != (heads, kv_lora_rank):
+        raise ValueError(
+            f"value_weights have shape {tuple(value_weights.shape)}, wanted ({heads}, {kv_lora_rank}, v_head_dim); transpose "
+            "rows of kv_b_proj"
+        )
+    if value_weights.dtype is not queries.dtype or 1 not in value_weights.stride()[1:]:
+        raise ValueError(
+            f"value_weights are {value_weights.dtype} with strides {value_weights.stride()}; wanted the queries' "
+            f"{queries.dtype}, and stride 1 in one of the last two dimensions"
+        )
+
+
+def _cute_multiplies(value_weights: torch.Tensor) -> bool:
+    """Whether the CuTe merge multiplies by such matrices."""
+    from dspark_kernels.cute.block_attention_checks import values_refusal
+
+    return values_refusal(value_weights.dtype, *value_weights.shape[1:]) is None
 
 
 def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, max_seq_len: int, lse=None, **options):

@@ -14,6 +14,7 @@ from dspark_model.ops import (
     block_attention,
     block_attention_refusal,
     dequantise_rows,
+    per_head_product,
     quantise_rows,
 )
 from dspark_model.ops.attention_fixup import add_upper_triangle
@@ -65,7 +66,7 @@ def exact(queries, latents, table, context, seq, *, causal: bool, window: int | 
     return out
 
 
-def attend(inputs, *, causal=False, slack=0, window=None, slots=None, backend="torch") -> torch.Tensor:
+def attend(inputs, *, causal=False, slack=0, window=None, slots=None, value_weights=None, backend="torch") -> torch.Tensor:
     longest = max(inputs[4].tolist(), default=0)
     return block_attention(
         *inputs,
@@ -75,16 +76,18 @@ def attend(inputs, *, causal=False, slack=0, window=None, slots=None, backend="t
         causal=causal,
         window=window,
         slots=slots,
+        value_weights=value_weights,
         backend=backend,
     )
 
 
-def kernel(inputs, *, slots=None, backend="triton", **options) -> torch.Tensor:
+def kernel(inputs, *, slots=None, value_weights=None, backend="triton", **options) -> torch.Tensor:
     """The Triton backend's result, on the CPU.  It reads nothing but its arguments and writes nothing but what it allocates."""
     inputs = [value.to(DEVICE) for value in inputs]
     slots = None if slots is None else slots.to(DEVICE)
-    with watched_memory(*inputs, *([] if slots is None else [slots])):
-        return attend(inputs, backend=backend, slots=slots, **options).cpu()
+    others = [tensor for tensor in (slots, value_weights) if tensor is not None]
+    with watched_memory(*inputs, *others):
+        return attend(inputs, backend=backend, slots=slots, value_weights=value_weights, **options).cpu()
 
 
 def kernel_like_float64(inputs, *, bound=3e-6, slack=0, backend="triton", **options) -> torch.Tensor:
@@ -167,6 +170,56 @@ def outside_window_lost(inputs, window: int):
             latents[int(table[b, row // page_size]), row % page_size] = float("nan")
         table[b, : max(0, length - window) // page_size] = torch.iinfo(torch.int32).max
     return inputs
+
+
+def value_matrices(layout: str, width: int = 5) -> torch.Tensor:
+    """[HEADS, RANK, width], the values of a column or of a row side by side, between NaN."""
+    drawn = torch.randn(HEADS, 2 * width, RANK)
+    drawn[:, :width] = float("nan")
+    return drawn[:, width:].mT if layout == "columns" else drawn[:, width:].mT.contiguous()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("layout", ["columns", "rows"])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 5)])
+def test_values_are_the_attention_times_each_heads_matrix(causal, window, layout, backend):
+    """Also of a request without keys, and of a table of all slots; to the bit what the two ops give one after the other."""
+    inputs = make([9, 0, 30, 2], rows=3, page_size=4)
+    inputs[4][1] = 0
+    of_slots, slots = table_of_slots(inputs)
+    weights = value_matrices(layout).to(DEVICE)
+    options = {"causal": causal, "window": window, "slots": slots, "backend": backend}
+    ours = kernel(of_slots, value_weights=weights, **options)
+    expected = torch.einsum("bnhc,hcv->bnhv", exact(*inputs, causal=causal, window=window), weights.cpu().double())
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
+    assert ours.shape == (4, 3, HEADS, 5) and ours.is_contiguous()
+    assert_bitwise_equal(ours[1], torch.zeros(3, HEADS, 5))
+    apart = torch.empty(4, 3, HEADS, 5, device=DEVICE)
+    attended = kernel(of_slots, **options).to(DEVICE)
+    per_head_product(attended, weights, out=apart, backend=backend)
+    assert_bitwise_equal(ours, apart.cpu())
+
+
+def test_values_are_rounded_twice():
+    inputs = make([9, 2], rows=3, page_size=4, dtype=torch.bfloat16)
+    weights = value_matrices("columns").bfloat16()
+    wanted = torch.einsum("bnhc,hcv->bnhv", attend(inputs).double(), weights.double())
+    torch.testing.assert_close(attend(inputs, value_weights=weights).double(), wanted, rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda w: w[:2], r"shape \(2, 6, 5\), wanted \(3, 6, v_head_dim\)"),
+        (lambda w: w.mT, r"shape \(3, 5, 6\)"),
+        (lambda w: w.bfloat16(), "value_weights are torch.bfloat16"),
+        (lambda w: w.repeat_interleave(2, -1)[..., ::2], "stride 1 in one of the last two"),
+    ],
+    ids=["heads", "transposed", "dtype", "strides"],
+)
+def test_matrices_that_do_not_fit_are_refused(change, what):
+    with pytest.raises(ValueError, match=what):
+        attend(make([3], rows=2, page_size=4), value_weights=change(value_matrices("rows")))
 
 
 @pytest.mark.parametrize(

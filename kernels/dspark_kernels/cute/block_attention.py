@@ -1,11 +1,11 @@
-"""Absorbed MLA attention of one block over paged context, for Hopper: what a build depends on, the launch, and what it refuses.
+"""Absorbed MLA attention of one block over paged context, for Hopper: what a build depends on, and the launch.
 
 Two kernels.  In the first (`block_attention_device`) each CTA takes an equal part of all key tiles and writes what it has of
-each request and tile of query rows to a workspace; the second (`block_attention_merge`) adds these parts up.
+each request and tile of query rows to a workspace; the second adds these parts up (`block_attention_merge`), and multiplies
+the sums by each head's matrix if there are some (`block_attention_values`).
 """
 
-from dataclasses import dataclass
-from math import gcd
+from dataclasses import replace
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -14,7 +14,9 @@ import torch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
+from dspark_kernels.cute.block_attention_checks import check_call, check_values, in_chunks
 from dspark_kernels.cute.block_attention_device import block_attention_kernel
+from dspark_kernels.cute.block_attention_facts import Facts
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 from dspark_kernels.cute.block_attention_merge import merge_kernel
 from dspark_kernels.cute.block_attention_schedule import (
@@ -30,69 +32,13 @@ from dspark_kernels.cute.block_attention_schedule import (
     Requests,
     Workspace,
 )
+from dspark_kernels.cute.block_attention_values import Matrices, merge_values_kernel
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
 THREADS = CONSUMERS + 128  # and one warpgroup for the fetching warp: registers move between whole warpgroups
 NO_WINDOW = 2**31 - 1
-LATENT_STEP = 128  # of the values of a value row
-MOST_WIDTH = 576  # of a key row: a query tile and the stages fill the shared memory
 LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a build is specialised for.
-
-    dtype: of queries, latents and out; latent: values of a value row; width: values of a key row; rows: of the block; heads;
-    page_size; causal; ctas: that share the list of tiles.
-    slotted: requests name their rows of the page table.
-    fetch_queries: query tiles come by TMA, for which the rows of a request must have one stride; else threads load them.
-    """
-
-    dtype: torch.dtype
-    latent: int
-    width: int
-    rows: int
-    heads: int
-    page_size: int
-    causal: bool
-    ctas: int
-    slotted: bool = False
-    fetch_queries: bool = True
-
-    @property
-    def queries(self) -> int:
-        return self.rows * self.heads
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.queries // TILE)
-
-    @property
-    def box(self) -> int:
-        """Rows that one TMA box takes: they lie in one page and in one tile."""
-        return gcd(self.page_size, KEYS)
-
-    @property
-    def span(self) -> int:
-        """Rows that lie one behind the other in a column block of a key tile; half a tile is inside one span."""
-        return self.box if self.box >= KEYS // 2 else KEYS
-
-    @property
-    def box_columns(self) -> int:
-        """A box is a whole span where it can be, so that few are asked for."""
-        return self.width if self.box == self.span else SWIZZLE
-
-    @property
-    def vectors(self) -> int:
-        """Of 16 bytes, of a thread, for one part."""
-        return TILE * self.latent // CONSUMERS // CHUNK
-
-    @property
-    def merge_warps(self) -> int:
-        """Each takes every so manyeth part.  Not by the batch: the bits of a request must not hang on its neighbours."""
-        return 16 if self.row_tiles < 4 else 4
 
 
 @cute.jit
@@ -109,6 +55,7 @@ def _launch(
     latents: Latents,
     requests: Requests,
     work: Workspace,
+    matrices: Matrices,
     out: cute.Pointer,
     scale: cutlass.Float32,
     stream: cuda.CUstream,
@@ -140,26 +87,43 @@ def _launch(
     block_attention_kernel(
         tma_atom, tma_tensor, query_atom, query_tensor, score_mma, score_mma, value_mma, queries, requests, work, scale, facts
     ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)
-    merge_kernel(requests, work, out, facts).launch(
-        grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
-        block=(facts.merge_warps * WARP, 1, 1),
-        stream=stream,
-        use_pdl=True,
-    )
+    threads = (facts.merge_warps * WARP, 1, 1)
+    if cutlass.const_expr(facts.value_width):
+        merge_values_kernel(requests, work, matrices, out, facts).launch(
+            grid=(requests.batch * facts.slices, facts.heads, -(-facts.rows // facts.group_rows)),
+            block=threads,
+            cluster=(facts.slices, 1, 1),
+            min_blocks_per_mp=2 if facts.paired else 1,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
+    else:
+        merge_kernel(requests, work, out, facts).launch(
+            grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
+            block=threads,
+            stream=stream,
+            use_pdl=True,
+        )
 
 
-TENSORS = ("queries", "latents", "page_table", "slots", "context_lens", "seq_lens", "parts", "statistics", "out")
+TENSORS = (
+    "queries", "latents", "page_table", "slots", "context_lens", "seq_lens", "parts", "statistics", "value_weights", "out",
+)  # fmt: skip
 
 
-def _arguments(facts: Facts, addresses: dict[str, int], query_strides, pool, table_stride, batch, window, scale) -> tuple:
+def _arguments(
+    facts: Facts, addresses: dict[str, int], query_strides, pool, table_stride, matrix_strides, batch, window, scale
+) -> tuple:
     """In `_launch`'s order, up to the stream.
 
-    addresses: by tensor; pool: strides between pages and between tokens, number of pages.
+    addresses: by tensor; pool: strides between pages and between tokens, number of pages; matrix_strides: of value_weights.
     """
     element, wide = ELEMENTS[facts.dtype], cutlass.Int64
     types = {"page_table": (cutlass.Int32, 4), "context_lens": (wide, 8), "seq_lens": (wide, 8)}
     types["slots"] = (wide, 8)
     types |= {name: (element, 16) for name in ("queries", "latents", "out")}
+    types["value_weights"] = (element, 16 if facts.value_chunks else 2)
     types |= {"parts": (PART, 16), "statistics": (cutlass.Float32, 16)}
     at = {
         name: make_ptr(kind, addresses[name], cute.AddressSpace.gmem, assumed_align=align)
@@ -179,6 +143,7 @@ def _arguments(facts: Facts, addresses: dict[str, int], query_strides, pool, tab
             cutlass.Int32(window),
         ),
         Workspace(at["parts"], at["statistics"]),
+        Matrices(at["value_weights"], *map(wide, matrix_strides)),
         at["out"],
         cutlass.Float32(scale),
     )
@@ -186,13 +151,19 @@ def _arguments(facts: Facts, addresses: dict[str, int], query_strides, pool, tab
 
 def _entry(facts: Facts) -> tuple:
     """`_launch` and stand-ins of its arguments."""
-    arguments = _arguments(facts, dict.fromkeys(TENSORS, 16), (8, 8, 8), (8, 8, 1), 1, 1, NO_WINDOW, 1.0)
+    arguments = _arguments(facts, dict.fromkeys(TENSORS, 16), (8, 8, 8), (8, 8, 1), 1, (8, 8, 8), 1, NO_WINDOW, 1.0)
     return _launch, (*arguments, make_fake_stream(), facts)
 
 
 def compile_block_attention(facts: Facts, architecture: str):
     """Both kernels for these facts; from the cache after the first time."""
     return compile_once(_entry, facts, architecture)
+
+
+def _group_rows(batch: int, heads: int) -> int:
+    """Block rows that a cluster takes: few for one request, which then has all processors (K3's 7 rows of 8 heads are 16
+    clusters of 8 CTAs); else many, as each cluster reads the whole of a head's matrix."""
+    return 4 if batch == 1 and heads <= 8 else 8
 
 
 def block_attention(
@@ -207,6 +178,8 @@ def block_attention(
     causal: bool = False,
     window: int | None = None,
     slots: torch.Tensor | None = None,
+    value_weights: torch.Tensor | None = None,
+    merge_early: bool = False,
 ) -> torch.Tensor:
     """Two launches on the device's current stream, under a CUDA graph too; the lengths are read on the device only.
 
@@ -214,12 +187,18 @@ def block_attention(
     context_lens, seq_lens: int64 [B]; rows at or past seq_lens[b], and below context_lens[b] - window, have no influence.
     slots: int64 [B], the table's row of each request; None: request b has row b.  Those of requests without keys are not read,
     so they may be -1.
-    Returns [B, N, heads, kv_lora_rank].
+    value_weights: [heads, kv_lora_rank, v_head_dim] of the same dtype, any strides; with values of a column side by side, at
+    multiples of 16 bytes, they are read 16 bytes at once.
+    merge_early: the second kernel may start beside the first, and waits there; the bits are the same.
+    Returns [B, N, heads, kv_lora_rank]; with value_weights the product of it, rounded, with each head's, [B, N, heads,
+    v_head_dim].
 
     Raises:
         ValueError: there is no build for the device, the dtype or the shape, or a stride does not suit 16-byte accesses.
     """
-    _check(queries, latents, page_table, context_lens, seq_lens, slots, kv_lora_rank, softmax_scale)
+    check_call(queries, latents, page_table, context_lens, seq_lens, slots, kv_lora_rank, softmax_scale)
+    if value_weights is not None:
+        check_values(value_weights, queries, kv_lora_rank)
     batch, rows, heads, width = queries.shape
     pages, page_size, _ = latents.shape
     device = queries.device
@@ -233,57 +212,29 @@ def block_attention(
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     facts = Facts(
         queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
-        fetch_queries=one_stride,
+        fetch_queries=one_stride, merge_early=merge_early,
     )  # fmt: skip
-    out = torch.empty(batch, rows, heads, kv_lora_rank, dtype=queries.dtype, device=device)
+    if value_weights is not None:
+        facts = replace(
+            facts, value_width=value_weights.shape[2], group_rows=_group_rows(batch, heads),
+            value_chunks=in_chunks(value_weights),
+        )  # fmt: skip
+    out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)
     if not out.numel():
         return out
     places = ctas + batch * facts.row_tiles
     parts = torch.empty(places, TILE, kv_lora_rank, dtype=torch.float16, device=device)
     statistics = torch.empty(places, 2, TILE, 2, dtype=torch.float32, device=device)
+    matrices = out if value_weights is None else value_weights
     tensors = (
-        queries, latents, page_table, seq_lens if slots is None else slots, context_lens, seq_lens, parts, statistics, out,
+        queries, latents, page_table, seq_lens if slots is None else slots, context_lens, seq_lens, parts, statistics,
+        matrices, out,
     )  # fmt: skip
     addresses = dict(zip(TENSORS, (tensor.data_ptr() for tensor in tensors), strict=True))
     strides, pool = (batch_stride, row_stride, head_stride), (*latents.stride()[:2], pages)
     seen, scale = NO_WINDOW if window is None else window, softmax_scale * LOG2_E
     with torch.cuda.device(device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        arguments = _arguments(facts, addresses, strides, pool, page_table.stride(0), batch, seen, scale)
+        arguments = _arguments(facts, addresses, strides, pool, page_table.stride(0), matrices.stride()[:3], batch, seen, scale)
         compile_block_attention(facts, architecture)(*arguments, stream)
     return out
-
-
-def _check(queries, latents, page_table, context_lens, seq_lens, slots, latent: int, softmax_scale: float) -> None:
-    """What `block_attention` refuses."""
-    width, page_size = queries.shape[3], latents.shape[1]
-    if queries.dtype not in ELEMENTS or latents.dtype != queries.dtype:
-        raise ValueError(
-            f"block_attention=cute takes queries and latents of one dtype, {' or '.join(map(str, ELEMENTS))}, "
-            f"not {queries.dtype} and {latents.dtype}; choose triton or torch"
-        )
-    if latent % LATENT_STEP or not 0 < latent <= 512 or width % SWIZZLE or not latent <= width <= MOST_WIDTH:
-        raise ValueError(
-            f"block_attention=cute takes kv_lora_rank up to 512 in steps of {LATENT_STEP} and key rows up to {MOST_WIDTH} in "
-            f"steps of {SWIZZLE}, not {latent} and {width}; choose triton or torch"
-        )
-    if page_size % 8:
-        raise ValueError(f"block_attention=cute takes pages of a multiple of 8 tokens, not {page_size}; choose triton or torch")
-    for name, tensor in (("queries", queries), ("latents", latents)):
-        if tensor.data_ptr() % 16 or tensor.stride(-1) != 1 or any(stride % CHUNK for stride in tensor.stride()[:-1]):
-            raise ValueError(
-                f"block_attention=cute reads 16 bytes at once: {name} must start at a multiple of 16 bytes, with stride 1 in "
-                f"the last dimension and multiples of {CHUNK} in the others; got {tensor.stride()} at {tensor.data_ptr():#x}"
-            )
-    if page_table.dtype != torch.int32 or page_table.stride(-1) != 1:
-        raise ValueError(f"page_table must be int32 with stride 1 in a row, not {page_table.dtype}, {page_table.stride()}")
-    for name, lens in (("context_lens", context_lens), ("seq_lens", seq_lens)):
-        if lens.dtype != torch.int64 or lens.dim() != 1 or not lens.is_contiguous():
-            raise ValueError(f"{name} must be int64 values side by side, not {lens.dtype}, {lens.stride()}")
-    if slots is not None and (slots.dtype != torch.int64 or slots.shape != seq_lens.shape or not slots.is_contiguous()):
-        raise ValueError(
-            f"slots must be int64 values side by side, one a request, {tuple(seq_lens.shape)}; got {slots.dtype} "
-            f"{tuple(slots.shape)}, {slots.stride()} apart"
-        )
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale}: must be positive")

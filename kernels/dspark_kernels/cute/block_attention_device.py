@@ -3,7 +3,7 @@
 In a CTA one warp fetches key tiles into the stages, and two warpgroups work on the same tile: each scores half of its keys,
 they exchange row maxima and weights through shared memory, and each gathers half of the value columns.
 
-`facts` is a `block_attention.Facts`.
+`facts` is a `block_attention_facts.Facts`.
 """
 
 from typing import NamedTuple
@@ -323,6 +323,8 @@ def block_attention_kernel(
     shared = allocate(facts)
     if thread == 0:
         set_up_barriers(shared)
+    if cutlass.const_expr(facts.merge_early):
+        cute.arch.griddepcontrol_launch_dependents()
     own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)
     total = total_tiles(requests, tiles_end, facts)
     tile, last = share(total, cta, facts), share(total, cta + 1, facts)
@@ -338,4 +340,5 @@ def block_attention_kernel(
         _consume(
             first_mma, score_mma, value_mma, queries, requests, work, shared, tile, last, own, tiles_end, scale, facts
         )  # fmt: skip
-        cute.arch.griddepcontrol_launch_dependents()  # the first thread to say it speaks for its CTA
+        if cutlass.const_expr(not facts.merge_early):
+            cute.arch.griddepcontrol_launch_dependents()  # the first thread to say it speaks for its CTA

@@ -1,6 +1,6 @@
 """The shared memory of the block attention's first kernel, and the warp that fills it by TMA.
 
-`facts` is a `block_attention.Facts`.
+`facts` is a `block_attention_facts.Facts`.
 """
 
 from typing import NamedTuple

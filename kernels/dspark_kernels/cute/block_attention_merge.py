@@ -1,6 +1,6 @@
 """The second kernel of the block attention: merges the parts of each (request, tile of query rows) pair, in the list's order.
 
-`facts` is a `block_attention.Facts`.
+`facts` is a `block_attention_facts.Facts`.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     Requests,
     Workspace,
     entry_of,
-    owner_of,
+    parts_of,
     values_at,
 )
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
 
 @cute.jit
-def _load_statistics(work, at: Place, own_row, own_part, step: cutlass.Constexpr, own):
+def load_statistics(work, at: Place, own_row, own_part, step: cutlass.Constexpr, own):
     """Statistics of one row and the parts own_part, own_part + step, ...; those of no weight where there is no part."""
     statistics = (((at.part + own_part) * 2 + at.group) * TILE + at.first_row + own_row) * 2
     for i in cutlass.range_constexpr(len(own)):
@@ -70,7 +70,7 @@ def _load_batch(work, mine, start, count, vectors, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _weigh_parts(own, shared: Shared, count, own_row, own_part, step: cutlass.Constexpr, facts: cutlass.Constexpr):
+def weigh_parts(own, shared: Shared, count, own_row, own_part, step: cutlass.Constexpr, facts: cutlass.Constexpr):
     """Weights of all parts, relative to the row's largest statistic, and each warp's sums of them, into shared memory."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
@@ -157,23 +157,20 @@ def merge_kernel(
     shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
 
     start, tiles, total = entry_of(requests, request, facts)
-    start += row_tile * tiles
-    first = owner_of(total, start, facts)
-    count = owner_of(total, start + tiles - 1, facts) - first + 1 if tiles > 0 else cutlass.Int32(0)
+    part, count = parts_of(request, row_tile, start, tiles, total, facts)
     cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
 
     if row_tile * TILE + first_row < facts.queries:
-        part = cutlass.Int64(first + request * facts.row_tiles + row_tile)
         at = Place(place // 8, place // 4 % 2, first_row, part, count)
         if count > 0:
             # A thread a part and a row.  All loads are in flight before the first value is used.
             own_row, own_part, step = thread % MERGE_ROWS, thread // MERGE_ROWS, warps * WARP // MERGE_ROWS
             own = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(-(-facts.ctas // step))]
-            _load_statistics(work, at, own_row, own_part, step, own)
+            load_statistics(work, at, own_row, own_part, step, own)
             vectors = [cute.make_rmem_tensor(CHUNK, PART) for _ in range(MERGE_BATCH)]
             mine = (part * facts.vectors + at.v) * CONSUMERS + place % 8 * WARP + lane
             _load_batch(work, mine, warp, count, vectors, facts)
-            _weigh_parts(own, shared, count, own_row, own_part, step, facts)
+            weigh_parts(own, shared, count, own_row, own_part, step, facts)
             merged = cute.make_rmem_tensor(CHUNK, cutlass.Float32)
             merged.fill(0.0)
             _sum_vectors(vectors, merged, work, mine, warp, lane, count, shared, facts)

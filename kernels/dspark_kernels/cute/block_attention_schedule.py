@@ -3,7 +3,7 @@
 The keys of all (request, tile of 64 query rows) pairs, in tiles of 64, form one list.  Each CTA takes an equal part of it, one
 after the other.  A request without keys has no tile, so it moves no boundary.
 
-`facts` is a `block_attention.Facts`.
+`facts` is a `block_attention_facts.Facts`.
 """
 
 from typing import NamedTuple
@@ -19,6 +19,7 @@ KEYS = 64  # of a tile
 CONSUMERS = 256  # threads that multiply: two warpgroups
 CHUNK = 8  # 16-bit values in 16 bytes
 PART = cutlass.Float16  # of the parts between the kernels
+SLICE = 64  # latents that a CTA merges, where the merge multiplies
 
 
 class Queries(NamedTuple):
@@ -172,6 +173,15 @@ def owner_of(total, tile, facts: cutlass.Constexpr):
     if tile >= long:
         owner = more + (tile - long) // cutlass.max(each, cutlass.Int32(1))
     return owner
+
+
+@cute.jit
+def parts_of(request, row_tile, start, tiles, total, facts: cutlass.Constexpr):
+    """First part of a (request, tile of query rows) pair, and how many; start, tiles, total: of `entry_of`."""
+    start += row_tile * tiles
+    first = owner_of(total, start, facts)
+    count = owner_of(total, start + tiles - 1, facts) - first + 1 if tiles > 0 else cutlass.Int32(0)
+    return cutlass.Int64(first + request * facts.row_tiles + row_tile), count
 
 
 @cute.jit

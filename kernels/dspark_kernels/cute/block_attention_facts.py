@@ -1,0 +1,113 @@
+"""What a build of the block attention is specialised for."""
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+from dspark_kernels.cute.block_attention_fetch import SWIZZLE
+from dspark_kernels.cute.block_attention_schedule import CHUNK, CONSUMERS, KEYS, SLICE, TILE
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a build is specialised for.
+
+    dtype: of queries, latents and out; latent: values of a value row; width: values of a key row; rows: of the block; heads;
+    page_size; causal; ctas: that share the list of tiles.
+    slotted: requests name their rows of the page table.
+    fetch_queries: query tiles come by TMA, for which the rows of a request must have one stride; else threads load them.
+    value_width: columns of the heads' matrices that the merge multiplies by; 0: none, the latents are the result.
+    group_rows: block rows of a head that a cluster takes where the merge multiplies: 4 or 8; the bits are the same.
+    value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
+    merge_early: the merge's CTAs may start as soon as those of the attention have started, and wait beside them.
+    """
+
+    dtype: torch.dtype
+    latent: int
+    width: int
+    rows: int
+    heads: int
+    page_size: int
+    causal: bool
+    ctas: int
+    slotted: bool = False
+    fetch_queries: bool = True
+    value_width: int = 0
+    group_rows: int = 8
+    value_chunks: bool = True
+    merge_early: bool = False
+
+    @property
+    def queries(self) -> int:
+        return self.rows * self.heads
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.queries // TILE)
+
+    @property
+    def box(self) -> int:
+        """Rows that one TMA box takes: they lie in one page and in one tile."""
+        return gcd(self.page_size, KEYS)
+
+    @property
+    def span(self) -> int:
+        """Rows that lie one behind the other in a column block of a key tile; half a tile is inside one span."""
+        return self.box if self.box >= KEYS // 2 else KEYS
+
+    @property
+    def box_columns(self) -> int:
+        """A box is a whole span where it can be, so that few are asked for."""
+        return self.width if self.box == self.span else SWIZZLE
+
+    @property
+    def vectors(self) -> int:
+        """Of 16 bytes, of a thread, for one part."""
+        return TILE * self.latent // CONSUMERS // CHUNK
+
+    @property
+    def merge_warps(self) -> int:
+        """Each takes every so manyeth part.  Not by the batch: the bits of a request must not hang on its neighbours."""
+        return 16 if self.row_tiles < 4 else 4
+
+    @property
+    def slices(self) -> int:
+        """CTAs of a cluster, where the merge multiplies: each takes so many of the latents."""
+        return self.latent // SLICE
+
+    @property
+    def paired(self) -> bool:
+        """Two neighbouring block rows of a head are eight query rows apart, so every vector of theirs belongs to both."""
+        return self.heads == 8
+
+    @property
+    def slots(self) -> int:
+        """Places of a group's rows in a part: each a row, or a pair of rows."""
+        rows = min(self.rows, self.group_rows)
+        return -(-rows // 2) if self.paired else rows
+
+    @property
+    def slot_values(self) -> int:
+        """Of a vector, that belong to the rows of a slot."""
+        return CHUNK if self.paired else CHUNK // 2
+
+    @property
+    def slot_turns(self) -> int:
+        """A warp reads two slots at once."""
+        return -(-self.slots // 2)
+
+    @property
+    def turn_parts(self) -> int:
+        """Parts in flight of a warp: of the registers that it may have, 36 for vectors."""
+        return min(9, 9 * CHUNK // self.slot_values // self.slot_turns)
+
+    @property
+    def value_tiles(self) -> int:
+        """Of 8 columns."""
+        return self.value_width // CHUNK
+
+    @property
+    def owned_tiles(self) -> int:
+        """Of which one CTA of a cluster adds up the products."""
+        return -(-self.value_tiles // self.slices)

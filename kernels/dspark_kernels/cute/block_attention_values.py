@@ -1,0 +1,236 @@
+"""A second kernel of the block attention that also multiplies: merges each head's rows, and applies the head's matrix to them.
+
+A cluster takes up to `group_rows` block rows of one head of a request.  Each of its CTAs merges 64 latents of them to the bits
+that `merge_kernel` has, rounds them, multiplies them by its rows of the matrix, and sends the products to the CTAs that add up
+those of all, each for some columns.
+
+`facts` is a `block_attention_facts.Facts`.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+
+from dspark_kernels.cute.block_attention_merge import MERGE_ROWS, Place, Shared, load_statistics, weigh_parts
+from dspark_kernels.cute.block_attention_product import ROW_STRIDE, ROWS, Matrices, fetch_matrix, multiply, send
+from dspark_kernels.cute.block_attention_schedule import (
+    CHUNK,
+    CONSUMERS,
+    ELEMENTS,
+    PART,
+    SLICE,
+    TILE,
+    WARP,
+    Requests,
+    Workspace,
+    entry_of,
+    parts_of,
+    values_at,
+)
+
+
+class Group(NamedTuple):
+    """Of a cluster: its request, its head and the first of its block rows."""
+
+    request: cutlass.Int32
+    head: cutlass.Int32
+    first: cutlass.Int32
+
+
+class Source(NamedTuple):
+    """Of a thread, for one slot: its first value in the first part, and how many parts."""
+
+    first: cutlass.Int64
+    count: cutlass.Int32
+
+
+@cute.jit
+def _query_of(group: Group, row, facts: cutlass.Constexpr):
+    """The query row of a group's row.  A row, or a pair of them, past the block's last one stands for that."""
+    if cutlass.const_expr(facts.paired):
+        block_row = cutlass.min(group.first + row // 2 * 2, (facts.rows - 1) // 2 * 2) + row % 2
+    else:
+        block_row = cutlass.min(group.first + row, facts.rows - 1)
+    return block_row * facts.heads + group.head
+
+
+@cute.jit
+def _row_tile_of(query, facts: cutlass.Constexpr):
+    """The tile of a query row; where there is one only, the compiler sees that all rows have the same parts."""
+    return query // TILE if facts.row_tiles > 1 else cutlass.Int32(0)
+
+
+@cute.jit
+def _source(group: Group, entry, cta, slot, facts: cutlass.Constexpr):
+    """Where the vectors of a slot begin, for a lane; none of a slot that the group does not have."""
+    lane = cute.arch.lane_idx()
+    query = _query_of(group, slot * (2 if facts.paired else 1), facts)
+    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
+    row = query % TILE
+    warpgroup_ctas = facts.slices // 2
+    vector = cta % warpgroup_ctas * 4 + lane % 16 // 4
+    thread = cta // warpgroup_ctas * (CONSUMERS // 2) + row // 16 * WARP + row % 8 * 4 + lane % 4
+    first = ((part * facts.vectors + vector) * CONSUMERS + thread) * CHUNK
+    if cutlass.const_expr(not facts.paired):
+        first += row % 16 // 8 * 2
+    if slot >= facts.slots:
+        count = cutlass.Int32(0)
+    return Source(first, count)
+
+
+@cute.jit
+def _load_batch(work, sources, begin, vectors, facts: cutlass.Constexpr):
+    """This lane's values of the parts begin, begin + warps, ... of its slots, as far as there are some."""
+    part_values = facts.vectors * CONSUMERS * CHUNK
+    for j in cutlass.range_constexpr(len(vectors)):
+        part = begin + j * facts.merge_warps
+        for i in cutlass.range_constexpr(facts.slot_turns):
+            if part < sources[i].count:
+                at = sources[i].first + cutlass.Int64(part) * part_values
+                if cutlass.const_expr(facts.paired):
+                    cute.autovec_copy(values_at(work.parts, at, PART, CHUNK, cute.AddressSpace.gmem), vectors[j][i])
+                else:  # those of one row, and not of the row eight apart
+                    for k in cutlass.range_constexpr(2):
+                        pair = cute.make_tensor(vectors[j][i].iterator + 2 * k, cute.make_layout(2))
+                        cute.autovec_copy(values_at(work.parts, at + 4 * k, PART, 2, cute.AddressSpace.gmem), pair)
+
+
+@cute.jit
+def _sum_parts(work, sources, vectors, longest, warp, lane, shared: Shared, facts: cutlass.Constexpr):
+    """A warp's weighted sums of its parts; the first batch is loaded.  Ends with all warps' sums in shared memory."""
+    count, warps, lanes = facts.slot_values, facts.merge_warps, facts.slot_turns * WARP
+    merged = cute.make_rmem_tensor(facts.slot_turns * count, cutlass.Float32)
+    merged.fill(0.0)
+    for begin in cutlass.range(warp, longest, warps * len(vectors), unroll=1):
+        if begin > warp:
+            _load_batch(work, sources, begin, vectors, facts)
+        for j in cutlass.range_constexpr(len(vectors)):
+            part = begin + j * warps
+            for i in cutlass.range_constexpr(facts.slot_turns):
+                if part < sources[i].count:
+                    slot = i * 2 + lane // 16
+                    for k in cutlass.range_constexpr(count):
+                        row = slot * 2 + k // 2 % 2 if facts.paired else slot
+                        weight = shared.weights[part * MERGE_ROWS + row]
+                        at = i * count + k
+                        merged[at] = cute.math.fma(weight, vectors[j][i][k].to(cutlass.Float32), merged[at])
+    for i in cutlass.range_constexpr(facts.slot_turns):
+        for k in cutlass.range_constexpr(count):
+            shared.out[(warp * count + k) * lanes + i * WARP + lane] = merged[i * count + k]
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Constexpr):
+    """The merged rows of a CTA's latents, from the sums of all warps, [row, latent]; zeros in rows that see no key, and in
+    those that the group does not have."""
+    dtype = ELEMENTS[facts.dtype]
+    threads, lanes, count = facts.merge_warps * WARP, facts.slot_turns * WARP, facts.slot_values
+    pairs = ROWS * SLICE // 2
+    for i in cutlass.range_constexpr(-(-pairs // threads)):
+        pair = thread + i * threads
+        if pair < pairs:
+            unit, row, block = pair % 16, pair // 16 % ROWS, pair // (16 * ROWS)
+            slot = row // 2 if facts.paired else row
+            first = block * 4 + row % 2 * 2 if facts.paired else block * 2
+            values = cute.make_rmem_tensor(2, dtype)
+            values.fill(0.0)
+            if has_keys and slot < facts.slots:
+                divisor, left, right = cutlass.Float32(0.0), cutlass.Float32(0.0), cutlass.Float32(0.0)
+                for j in cutlass.range_constexpr(facts.merge_warps):
+                    at = (j * count + first) * lanes + slot * 16 + unit
+                    divisor += shared.sums[j * MERGE_ROWS + row]
+                    left += shared.out[at]
+                    right += shared.out[at + lanes]
+                divisor = cutlass.Float32(1.0) if divisor == 0.0 else divisor  # of a row that sees no key, whose sums are 0
+                values[0], values[1] = (left / divisor).to(dtype), (right / divisor).to(dtype)
+            to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
+            cute.autovec_copy(values, values_at(rounded.iterator, to, dtype, 2, cute.AddressSpace.smem))
+    cute.arch.sync_threads()
+
+
+@cute.jit
+def _store(out, received, group: Group, cta, thread, facts: cutlass.Constexpr):
+    """The columns that this CTA owns, from the products of all, in their order."""
+    dtype, threads = ELEMENTS[facts.dtype], facts.merge_warps * WARP
+    pairs = facts.owned_tiles * ROWS * CHUNK // 2
+    for i in cutlass.range_constexpr(-(-pairs // threads)):
+        pair = thread + i * threads
+        own_tile, row, column = pair // WARP, pair // 4 % ROWS, pair % 4 * 2
+        tile, block_row = cta * facts.owned_tiles + own_tile, group.first + row
+        inside = pair < pairs and tile < facts.value_tiles
+        if inside and row < facts.group_rows and block_row < facts.rows:
+            left, right = cutlass.Float32(0.0), cutlass.Float32(0.0)
+            for j in cutlass.range_constexpr(facts.slices):
+                at = (own_tile * facts.slices + j) * ROWS * CHUNK + row * CHUNK + column
+                left += received[at]
+                right += received[at + 1]
+            values = cute.make_rmem_tensor(2, dtype)
+            values[0], values[1] = left.to(dtype), right.to(dtype)
+            to = (cutlass.Int64(group.request) * facts.rows + block_row) * facts.heads + group.head
+            to = to * facts.value_width + tile * CHUNK + column
+            cute.autovec_copy(values, values_at(out, to, dtype, 2, cute.AddressSpace.gmem))
+
+
+@cute.kernel
+def merge_values_kernel(
+    requests: Requests,
+    work: Workspace,
+    matrices: Matrices,
+    out: cute.Pointer,  # [B, N, heads, value_width]
+    facts: cutlass.Constexpr,
+):
+    """Grid: requests times CTAs of a cluster, heads, groups of block rows.  The warps take turns with the parts, as in
+    `merge_kernel`, so the sums have its order."""
+    warps, turns = facts.merge_warps, facts.slot_turns
+    thread, _, _ = cute.arch.thread_idx()
+    place, head, group_index = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+    request, cta = place // facts.slices, place % facts.slices
+    group = Group(request, head, group_index * facts.group_rows)
+    cute.arch.cluster_arrive_relaxed()  # nothing is sent before all CTAs of the cluster are there
+    allocator = SmemAllocator()
+    sums = warps * facts.slot_values * turns * WARP
+    sizes = (facts.ctas * MERGE_ROWS, warps * MERGE_ROWS, warps * MERGE_ROWS, sums)
+    shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
+    received_size = facts.owned_tiles * facts.slices * ROWS * CHUNK
+    received = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(received_size), 16)
+    rounded = allocator.allocate_tensor(ELEMENTS[facts.dtype], cute.make_layout(ROWS * ROW_STRIDE), 16)
+
+    own_tiles = -(-facts.value_tiles // warps)
+    fetched_size = own_tiles * warps * CHUNK * SLICE
+    fetched = allocator.allocate_tensor(ELEMENTS[facts.dtype], cute.make_layout(fetched_size), 16)
+    for i in cutlass.range_constexpr(own_tiles):
+        fetch_matrix(matrices, fetched, head, cta, warp + i * warps, facts)
+    cute.arch.cp_async_commit_group()
+    entry = entry_of(requests, request, facts)
+    own_row, own_part, step = thread % MERGE_ROWS, thread // MERGE_ROWS, warps * WARP // MERGE_ROWS
+    query = _query_of(group, own_row, facts)
+    part, count = parts_of(request, _row_tile_of(query, facts), *entry, facts)
+    own_count = count if own_row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
+    at = Place(cutlass.Int32(0), cta // (facts.slices // 2), query % TILE - own_row, part, own_count)
+    sources = [_source(group, entry, cta, i * 2 + lane // 16, facts) for i in range(turns)]
+    longest = sources[0].count
+    for i in cutlass.range_constexpr(1, turns):
+        longest = cutlass.max(longest, sources[i].count)
+    cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
+
+    if count > 0:
+        # All loads are in flight before the first value is used.
+        own = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(-(-facts.ctas // step))]
+        load_statistics(work, at, own_row, own_part, step, own)
+        vectors = [[cute.make_rmem_tensor(facts.slot_values, PART) for _ in range(turns)] for _ in range(facts.turn_parts)]
+        _load_batch(work, sources, warp, vectors, facts)
+        weigh_parts(own, shared, own_count, own_row, own_part, step, facts)
+        _sum_parts(work, sources, vectors, longest, warp, lane, shared, facts)
+    _round_rows(rounded, shared, count > 0, thread, facts)
+    cute.arch.cp_async_wait_group(0)  # a lane reads what it has fetched itself
+    products = [multiply(rounded, fetched, warp + i * warps, facts) for i in range(own_tiles)]
+    cute.arch.cluster_wait()
+    for i in cutlass.range_constexpr(own_tiles):
+        send(products[i], received, cta, warp + i * warps, facts)
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    _store(out, received, group, cta, thread, facts)
