@@ -1,8 +1,8 @@
 """The greedy Markov chain of a block of few requests in one launch: all CTAs are resident and meet once a draft.
 
-Each warp keeps 16 rows of W2 in its registers, in the order in which the tensor core wants them.  A candidate is one int64 word,
-as in the Triton kernel: bits 63 to 32 the logit as an integer of the same order, 31 to 8 the complement of its id, 7 to 0 the
-launch's tag.  Warp n of each CTA meets the others for request n.
+Each warp keeps 16 rows of W2 in its registers, in the order in which the tensor core wants them.  A candidate is one int64
+word, as in the Triton kernel: bits 63 to 32 the logit as an integer of the same order, 31 to 8 the complement of its id, 7 to 0
+the launch's tag.  Each request is one warp's, which meets that warp of the other CTAs.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,11 @@ from dspark_kernels.cute.compile import compile_once
 
 WARP = 32
 ROWS = 16  # of a warp
+TILE = 8  # requests that the tensor core takes at a time
 CHUNK = 32  # values of a row that the four lanes of a quad load at a time, 16 bytes each; two steps of the tensor core
 MAX_ID = (1 << 24) - 1
 MAX_TAG = (1 << 8) - 1
+LINE = 64  # values in 128 bytes
 LOWEST = -(1 << 31)  # below the order of -inf
 INFINITY = 0x7F800000
 NAN = 0x7FFFFFFE  # above the order of inf
@@ -32,9 +34,9 @@ PTX_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 class Facts:
     """What a build is specialised for.  The batch, the vocabulary and strides stay dynamic.
 
-    dtype: of the tables; rank: R, whole chunks; drafts: K; lanes: most requests, 1, 2, 4 or 8, at most the warps of a CTA;
-    copies: of each word, so that fewer CTAs look at the same; keep: biased logits are stored; prefetch: each CTA asks for the W1
-    rows of its candidates before it knows which one is chosen.
+    dtype: of the tables; rank: R, whole chunks; drafts: K; lanes: most requests, a power of 2; copies: of each word, so that
+    fewer CTAs look at the same; keep: biased logits are stored; prefetch: each CTA asks for the W1 rows of its candidates
+    before it knows which one is chosen.
     """
 
     dtype: torch.dtype
@@ -50,6 +52,16 @@ class Facts:
     @property
     def chunks(self) -> int:
         return self.rank // CHUNK
+
+    @property
+    def tiles(self) -> int:
+        """Of requests."""
+        return -(-self.lanes // TILE)
+
+    @property
+    def turns(self) -> int:
+        """Requests of a warp."""
+        return -(-self.lanes // self.warps)
 
 
 class Tables(NamedTuple):
@@ -72,13 +84,24 @@ class Outputs(NamedTuple):
     biased: cute.Pointer
 
 
+class Meeting(NamedTuple):
+    """words: int64 [copies, K, B, programs], those of the launch before or zeros; tag: of this launch; batch: B."""
+
+    words: cute.Pointer
+    tag: cutlass.Uint32
+    batch: cutlass.Int32
+
+
 class Place(NamedTuple):
-    """Of a thread.  ids: of its two rows; requests: of its two columns, the last one where there is none."""
+    """Of a thread: its two rows' ids; the rows that it reads for them, the last one where there is none; its lane, and that in
+    a quad, whose columns of a tile are 2 * quad and 2 * quad + 1; its warp and CTA."""
 
     ids: tuple
     rows: tuple
-    requests: tuple
+    lane: cutlass.Int32
     quad: cutlass.Int32
+    warp: cutlass.Int32
+    program: cutlass.Int32
 
 
 @cute.jit
@@ -124,13 +147,14 @@ def _bias(low, high, part, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _load_base(tables, at, step, base):
-    """base[row * 2 + column]: the logits that a thread's two rows and two columns have before the bias."""
-    for row in cutlass.range_constexpr(2):
+def _load_base(tables, at, step, batch, base, facts: cutlass.Constexpr):
+    """base[tile][row * 2 + column]: a thread's logits before the bias; those of the last request where there is none."""
+    for tile in cutlass.range_constexpr(facts.tiles):
         for column in cutlass.range_constexpr(2):
-            where = cutlass.Int64(at.requests[column]) * tables.base_batch_stride
-            where += cutlass.Int64(step) * tables.base_step_stride + at.rows[row]
-            base[row * 2 + column] = (tables.base + where).load()
+            request = cutlass.min(tile * TILE + at.quad * 2 + column, batch - 1)
+            where = request * tables.base_batch_stride + step * tables.base_step_stride
+            for row in cutlass.range_constexpr(2):
+                base[tile][row * 2 + column] = (tables.base + (where + at.rows[row])).load()
 
 
 @cute.jit
@@ -150,6 +174,11 @@ def _order(value):
 def _key(token):
     """The low half of an id's word, without a tag."""
     return cutlass.Uint32(token ^ MAX_ID) << 8
+
+
+@cute.jit
+def _token(key):
+    return cutlass.Int32(key >> 8) ^ MAX_ID
 
 
 @cute.jit
@@ -173,7 +202,7 @@ def _halves(word):
 
 @cute.jit
 def _choose(values, at, vocab, request: cutlass.Constexpr):
-    """The best pair of a warp's rows for one request."""
+    """The best pair of a warp's rows for one request of a tile."""
     order, key = cutlass.Int32(LOWEST), cutlass.Uint32(0)
     if at.quad == request // 2:  # the lanes that have its column
         for row in cutlass.range_constexpr(2):
@@ -184,27 +213,66 @@ def _choose(values, at, vocab, request: cutlass.Constexpr):
 
 
 @cute.jit
-def _meet(words, tag, lane, facts: cutlass.Constexpr):
+def _publish(meeting, candidates, tables, at, request, step, facts: cutlass.Constexpr):
+    """The best of a CTA's warps for one request, for all CTAs."""
+    own = (candidates + (request * facts.warps + cutlass.min(at.lane, facts.warps - 1))).load()
+    order, key = _best_of_warp(*_halves(own))
+    if at.lane < facts.copies:
+        # The word carries all that the others need, so that no order with other memory is asked for.
+        where = _words(meeting, at.lane, request, step, facts) + at.program
+        cute.arch.store(where, _word(order, key | meeting.tag), sem="relaxed", scope="gpu")
+    if cutlass.const_expr(facts.prefetch):
+        _prefetch_row(tables, _token(key), at.lane, facts)
+
+
+@cute.jit
+def _prefetch_row(tables, token, lane, facts: cutlass.Constexpr):
+    """Brings a row of W1 into the L2 cache; whole lines alone, so that nothing behind it is asked for."""
+    if lane < facts.rank // LINE:
+        address = tables.w1.toint() + (token * tables.w1_stride + lane * (LINE // 2)) * 4
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
+@cute.jit
+def _words(meeting, copy, request, step, facts: cutlass.Constexpr):
+    """Where the words of a draft and request begin."""
+    return meeting.words + ((copy * facts.drafts + step) * meeting.batch + request) * facts.programs
+
+
+@cute.jit
+def _meet(meeting, at, request, step, facts: cutlass.Constexpr):
     """Waits for all CTAs' words of one draft and request; the chosen id."""
+    words = _words(meeting, at.program % facts.copies, request, step, facts)
     each = -(-facts.programs // WARP)
     pending = cutlass.Boolean(True)
     best = cutlass.Int64(0)
     while pending:
         # A word that two lanes look at does no harm.
-        found = [
-            cute.arch.load(
-                words + cutlass.min(lane + i * WARP, facts.programs - 1), cutlass.Int64, sem="relaxed", scope="gpu"
-            )
-            for i in range(each)
-        ]
-        best = found[0]
-        here = cutlass.Uint32(found[0] & MAX_TAG) == tag
+        places = [words + cutlass.min(at.lane + i * WARP, facts.programs - 1) for i in range(each)]
+        found = [cute.arch.load(place, cutlass.Int64, sem="relaxed", scope="gpu") for place in places]
+        best, arrived = found[0], _is_new(found[0], meeting.tag)
         for i in cutlass.range_constexpr(1, each):
             best = cutlass.max(best, found[i])
-            here = here and cutlass.Uint32(found[i] & MAX_TAG) == tag
-        pending = not cute.arch.vote_all_sync(here)
+            arrived = arrived and _is_new(found[i], meeting.tag)
+        pending = not cute.arch.vote_all_sync(arrived)
     _, key = _best_of_warp(*_halves(best))
-    return cutlass.Int32(key >> 8) ^ MAX_ID
+    return _token(key)
+
+
+@cute.jit
+def _is_new(word, tag):
+    return cutlass.Uint32(word & MAX_TAG) == tag
+
+
+@cute.jit
+def _store_biased(values, outputs, at, step, batch, vocab, facts: cutlass.Constexpr):
+    for tile in cutlass.range_constexpr(facts.tiles):
+        for row in cutlass.range_constexpr(2):
+            for column in cutlass.range_constexpr(2):
+                request = tile * TILE + at.quad * 2 + column
+                if request < batch and at.ids[row] < vocab:
+                    where = cutlass.Int64(request * facts.drafts + step) * vocab + at.ids[row]
+                    (outputs.biased + where).store(values[tile][row * 2 + column])
 
 
 @cute.kernel
@@ -221,67 +289,61 @@ def markov_chain_kernel(
     thread, _, _ = cute.arch.thread_idx()
     program, _, _ = cute.arch.block_idx()
     lane, warp = thread % WARP, thread // WARP
-    quad, drafts = lane % 4, facts.drafts
     candidates = cute.arch.alloc_smem(cutlass.Int64, facts.lanes * facts.warps)
     chosen = cute.arch.alloc_smem(cutlass.Int32, facts.lanes)
 
     first = (program * facts.warps + warp) * ROWS + lane // 4
     ids = (first, first + 8)
-    rows = tuple(cutlass.min(token, vocab - 1) for token in ids)
-    requests = tuple(cutlass.min(quad * 2 + column, batch - 1) for column in range(2))
-    at = Place(ids, rows, requests, quad)
-    own_request = cutlass.min(lane // 4, batch - 1)
-    token = cutlass.Int32((anchors + own_request).load())
-    low, high = (_load_row(tables.w2, row * tables.w2_stride, quad, facts.chunks) for row in rows)
-    base = cute.make_rmem_tensor(4, cutlass.Float32)
-    _load_base(tables, at, cutlass.Int32(0), base)
+    rows = tuple(cutlass.Int64(cutlass.min(token, vocab - 1)) for token in ids)
+    at = Place(ids, rows, lane, lane % 4, warp, program)
+    own_requests = tuple(cutlass.min(tile * TILE + lane // 4, batch - 1) for tile in range(facts.tiles))
+    tokens = cute.make_rmem_tensor(facts.tiles, cutlass.Int32)
+    for tile in cutlass.range_constexpr(facts.tiles):
+        tokens[tile] = cutlass.Int32((anchors + own_requests[tile]).load())
+    low, high = (_load_row(tables.w2, row * tables.w2_stride, at.quad, facts.chunks) for row in rows)
+    base = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(facts.tiles)]
+    _load_base(tables, at, cutlass.Int32(0), batch, base, facts)
     # Every word is written in every launch, so that any tag but the last one's tells a new word from an old one.
     launches = generation.load()
-    tag = cutlass.Uint32((launches + 1) & MAX_TAG)
+    meeting = Meeting(words, cutlass.Uint32((launches + 1) & MAX_TAG), batch)
     if program == 0 and thread < batch:
-        (outputs.previous + thread * drafts).store((anchors + thread).load())
+        (outputs.previous + thread * facts.drafts).store((anchors + thread).load())
 
-    for step in cutlass.range(drafts, unroll=1):
-        part = _load_row(tables.w1, token * tables.w1_stride, quad, facts.chunks)
-        values = _bias(low, high, part, facts)
-        for i in cutlass.range_constexpr(4):
-            values[i] += base[i]
-        _load_base(tables, at, cutlass.min(step + 1, drafts - 1), base)  # on its way while the CTAs meet
+    for step in cutlass.range(facts.drafts, unroll=1):
+        values = []
+        for tile in cutlass.range_constexpr(facts.tiles):
+            part = _load_row(tables.w1, tokens[tile] * tables.w1_stride, at.quad, facts.chunks)
+            biased = _bias(low, high, part, facts)
+            for i in cutlass.range_constexpr(4):
+                biased[i] += base[tile][i]
+            values.append(biased)
+        # On its way while the CTAs meet.
+        _load_base(tables, at, cutlass.min(step + 1, facts.drafts - 1), batch, base, facts)
         for request in cutlass.range_constexpr(facts.lanes):
-            order, key = _choose(values, at, vocab, request)
+            order, key = _choose(values[request // TILE], at, vocab, request % TILE)
             if lane == 0:
                 (candidates + (request * facts.warps + warp)).store(_word(order, key))
         cute.arch.sync_threads()
-        if warp < batch:
-            mine = (candidates + (warp * facts.warps + cutlass.min(lane, facts.warps - 1))).load()
-            order, key = _best_of_warp(*_halves(mine))
-            place = (step * batch + warp) * facts.programs
-            copy = drafts * batch * facts.programs
-            if lane < facts.copies:
-                # The word carries all that the others need, so that no order with other memory is asked for.
-                cute.arch.store(words + (lane * copy + place + program), _word(order, key | tag), sem="relaxed", scope="gpu")
-            if cutlass.const_expr(facts.prefetch):
-                if lane < facts.rank // 64:
-                    candidate = (cutlass.Int32(key >> 8) ^ MAX_ID) * tables.w1_stride
-                    cute.arch.inline_ptx(
-                        "prefetch.global.L2 [{$r0}];", read_only_args=[tables.w1.toint() + (candidate + lane * 32) * 4]
-                    )
-            if step + 1 < drafts or program == 0:
-                draft = _meet(words + (program % facts.copies * copy + place), tag, lane, facts)
-                if lane == 0:
-                    (chosen + warp).store(draft)
-                    if program == 0:
-                        (outputs.drafts + (warp * drafts + step)).store(cutlass.Int64(draft))
-                        if step + 1 < drafts:
-                            (outputs.previous + (warp * drafts + step + 1)).store(cutlass.Int64(draft))
+        for turn in cutlass.range_constexpr(facts.turns):
+            request = warp + turn * facts.warps
+            if request < batch:
+                _publish(meeting, candidates, tables, at, request, step, facts)
         if cutlass.const_expr(facts.keep):
-            for row in cutlass.range_constexpr(2):
-                for column in cutlass.range_constexpr(2):
-                    if quad * 2 + column < batch and ids[row] < vocab:
-                        where = cutlass.Int64((quad * 2 + column) * drafts + step) * vocab + ids[row]
-                        (outputs.biased + where).store(values[row * 2 + column])
+            _store_biased(values, outputs, at, step, batch, vocab, facts)
+        last = step + 1 == facts.drafts
+        for turn in cutlass.range_constexpr(facts.turns):
+            request = warp + turn * facts.warps
+            if request < batch and (program == 0 or not last):
+                draft = _meet(meeting, at, request, step, facts)
+                if lane == 0:
+                    (chosen + request).store(draft)
+                    if program == 0:
+                        (outputs.drafts + (request * facts.drafts + step)).store(cutlass.Int64(draft))
+                        if not last:
+                            (outputs.previous + (request * facts.drafts + step + 1)).store(cutlass.Int64(draft))
         cute.arch.sync_threads()
-        token = (chosen + own_request).load()
+        for tile in cutlass.range_constexpr(facts.tiles):
+            tokens[tile] = (chosen + own_requests[tile]).load()
     if program == 0 and thread == 0:
         # All have published the last words, and so have read the generation.
         generation.store(launches + 1)
@@ -327,3 +389,35 @@ def _entry(facts: Facts) -> tuple:
 def compile_markov_chain(facts: Facts, architecture: str):
     """The kernel for these facts and one of the architectures of `builds.BUILDS`; from the cache after the first time."""
     return compile_once(_entry, facts, architecture)
+
+
+def launch_markov_chain(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    meeting: tuple[torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    *,
+    warps: int,
+    lanes: int,
+    copies: int,
+    prefetch: bool,
+) -> None:
+    """One cooperative launch on the device's current stream.
+
+    inputs: base [B, K, V], anchors, W1, W2, rows of the tables at multiples of 16 bytes; meeting: words
+    [copies * K, B, programs], generation; outputs: drafts, previous, biased or None; lanes: the power of 2 from B on.  See the
+    kernel for dtypes.
+
+    Raises:
+        ValueError: nothing is built for the device.
+    """
+    (base, anchors, w1, w2), (words, generation), (drafts, previous, biased) = inputs, meeting, outputs
+    batch, steps, vocab = base.shape
+    architecture = build_architecture(torch.cuda.get_device_capability(base.device))
+    facts = Facts(w2.dtype, w2.shape[1], steps, words.shape[-1], warps, lanes, copies, biased is not None, prefetch)
+    # A build that keeps no logits does not look at their address.
+    tensors = (base, w1, w2, anchors, words, generation, drafts, previous, base if biased is None else biased)
+    strides = (base.stride(0), base.stride(1), w1.stride(0) // 2, w2.stride(0) // 2)
+    with torch.cuda.device(base.device):
+        stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
+        arguments = _arguments(tuple(tensor.data_ptr() for tensor in tensors), strides, (batch, vocab))
+        compile_markov_chain(facts, architecture)(*arguments, stream)
