@@ -201,13 +201,14 @@ def _halves(word):
 
 
 @cute.jit
-def _choose(values, at, vocab, request: cutlass.Constexpr):
-    """The best pair of a warp's rows for one request of a tile."""
+def _choose(values, at, request: cutlass.Constexpr):
+    """The best pair of a warp's rows for one request of a tile.  A row past the vocabulary has the last row's logit and a
+    higher id, so that it is never chosen."""
     order, key = cutlass.Int32(LOWEST), cutlass.Uint32(0)
     if at.quad == request // 2:  # the lanes that have its column
         for row in cutlass.range_constexpr(2):
             here = _order(values[row * 2 + request % 2])
-            if at.ids[row] < vocab and here > order:
+            if here > order:
                 order, key = here, _key(at.ids[row])
     return _best_of_warp(order, key)
 
@@ -320,7 +321,7 @@ def markov_chain_kernel(
         # On its way while the CTAs meet.
         _load_base(tables, at, cutlass.min(step + 1, facts.drafts - 1), batch, base, facts)
         for request in cutlass.range_constexpr(facts.lanes):
-            order, key = _choose(values[request // TILE], at, vocab, request % TILE)
+            order, key = _choose(values[request // TILE], at, request % TILE)
             if lane == 0:
                 (candidates + (request * facts.warps + warp)).store(_word(order, key))
         cute.arch.sync_threads()
