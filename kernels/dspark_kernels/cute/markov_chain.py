@@ -235,6 +235,14 @@ def _prefetch_row(tables, token, lane, facts: cutlass.Constexpr):
 
 
 @cute.jit
+def _prefetch_anchors(tables, tokens, at, facts: cutlass.Constexpr):
+    """The rows of the first draft: a warp waits for its rows of W2 before it asks for them."""
+    if at.warp == 0:
+        for tile in cutlass.range_constexpr(facts.tiles):
+            _prefetch_row(tables, tokens[tile], at.quad, facts)
+
+
+@cute.jit
 def _words(meeting, copy, request, step, facts: cutlass.Constexpr):
     """Where the words of a draft and request begin."""
     return meeting.words + ((copy * facts.drafts + step) * meeting.batch + request) * facts.programs
@@ -304,6 +312,8 @@ def markov_chain_kernel(
     low, high = (_load_row(tables.w2, row * tables.w2_stride, at.quad, facts.chunks) for row in rows)
     base = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(facts.tiles)]
     _load_base(tables, at, cutlass.Int32(0), batch, base, facts)
+    if cutlass.const_expr(facts.prefetch):
+        _prefetch_anchors(tables, tokens, at, facts)
     # Every word is written in every launch, so that any tag but the last one's tells a new word from an old one.
     launches = generation.load()
     meeting = Meeting(words, cutlass.Uint32((launches + 1) & MAX_TAG), batch)
