@@ -251,8 +251,16 @@ def _triton(inputs: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> N
 def _cute(inputs: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> None:
     from dspark_kernels.cute.markov_chain import launch_markov_chain
 
-    lanes = _power_of_2(inputs[0].shape[0])
-    launch_markov_chain(inputs, meeting, outputs, warps=plan.warps, lanes=lanes, copies=plan.copies, prefetch=plan.prefetch)
+    launch_markov_chain(
+        inputs,
+        meeting,
+        outputs,
+        warps=plan.warps,
+        lanes=_power_of_2(inputs[0].shape[0]),
+        copies=plan.copies,
+        prefetch=plan.prefetch,
+        cooperative=plan.cooperative,
+    )
 
 
 _LAUNCHES = {"triton": _triton, "cute": _cute}

@@ -36,7 +36,7 @@ class Facts:
 
     dtype: of the tables; rank: R, whole chunks; drafts: K; lanes: most requests, a power of 2; copies: of each word, so that
     fewer CTAs look at the same; keep: biased logits are stored; prefetch: each CTA asks for the W1 rows of its candidates
-    before it knows which one is chosen.
+    before it knows which one is chosen; cooperative: the driver refuses a grid that cannot be resident at once.
     """
 
     dtype: torch.dtype
@@ -48,6 +48,7 @@ class Facts:
     copies: int
     keep: bool
     prefetch: bool
+    cooperative: bool = True
 
     @property
     def chunks(self) -> int:
@@ -373,7 +374,7 @@ def _launch(
     facts: cutlass.Constexpr,
 ):
     markov_chain_kernel(tables, anchors, words, generation, outputs, batch, vocab, facts).launch(
-        grid=(facts.programs, 1, 1), block=(facts.warps * WARP, 1, 1), stream=stream, cooperative=True
+        grid=(facts.programs, 1, 1), block=(facts.warps * WARP, 1, 1), stream=stream, cooperative=facts.cooperative
     )
 
 
@@ -411,8 +412,9 @@ def launch_markov_chain(
     lanes: int,
     copies: int,
     prefetch: bool,
+    cooperative: bool,
 ) -> None:
-    """One cooperative launch on the device's current stream.
+    """One launch on the device's current stream.
 
     inputs: base [B, K, V], anchors, W1, W2, rows of the tables at multiples of 16 bytes; meeting: words
     [copies * K, B, programs], generation; outputs: drafts, previous, biased or None; lanes: the power of 2 from B on.  See the
@@ -424,7 +426,8 @@ def launch_markov_chain(
     (base, anchors, w1, w2), (words, generation), (drafts, previous, biased) = inputs, meeting, outputs
     batch, steps, vocab = base.shape
     architecture = build_architecture(torch.cuda.get_device_capability(base.device))
-    facts = Facts(w2.dtype, w2.shape[1], steps, words.shape[-1], warps, lanes, copies, biased is not None, prefetch)
+    keep, programs = biased is not None, words.shape[-1]
+    facts = Facts(w2.dtype, w2.shape[1], steps, programs, warps, lanes, copies, keep, prefetch, cooperative)
     # A build that keeps no logits does not look at their address.
     tensors = (base, w1, w2, anchors, words, generation, drafts, previous, base if biased is None else biased)
     strides = (base.stride(0), base.stride(1), w1.stride(0) // 2, w2.stride(0) // 2)
