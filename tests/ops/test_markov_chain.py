@@ -533,16 +533,16 @@ def test_a_graph_of_the_form_in_registers_replays():
     base, anchors = torch.randn(2, 7, 20480, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
     w1, w2 = tables(20480, 256, torch.bfloat16, gap=8)
     workspace = ChainWorkspace.for_tables(2, 7, 20480, w2, torch.device(DEVICE))
-    workspace.generation.fill_(200)
+    workspace.generation.fill_(240)
     made = {}
 
     def work():
         made["chain"] = markov_chain(base, anchors, w1, w2, backend="cute", workspace=workspace)
 
     graph = capture(work)
-    for _ in range(100):
+    for _ in range(20):
         base.normal_()
         anchors.random_(20480)
         graph.replay()
         check_fused(base.cpu(), anchors.cpu(), w1, w2, made["chain"])
-    assert workspace.generation.item() == 303
+    assert workspace.generation.item() == 263
