@@ -329,7 +329,7 @@ class MLADSparkForCausalLM(nn.Module):
             temperatures=temperatures,
             uniforms=uniforms,
             keep_biased=keep_biased,
-            backend="torch" if workspace is None else "triton",
+            backend="torch" if workspace is None else workspace.plan.backend,
             workspace=workspace,
         )
         confidence = self._confidence(final_hidden, chain.previous_tokens, fused=fused)

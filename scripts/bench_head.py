@@ -31,7 +31,7 @@ from dspark_model.bench.step_cases import Row
 from dspark_model.bench.timing import machine
 
 RANK = 256
-SMALL = ((1, 300, 40), (3, 4099, 256), (17, 20483, 48))  # batch, vocabulary, rank
+SMALL = ((1, 300, 32), (3, 4099, 256), (17, 20483, 48))  # batch, vocabulary, rank
 
 
 def main() -> int:

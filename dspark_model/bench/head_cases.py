@@ -60,17 +60,19 @@ def chosen_plan(inputs: HeadInputs) -> ChainPlan:
 
 
 def plans(inputs: HeadInputs, *, all_plans: bool) -> dict[str, ChainPlan]:
-    """The plan that the op chooses, with and without prefetch; or all that may be worth it at a rank's shape on an H200."""
-    chosen, (vocab, rank) = chosen_plan(inputs), inputs.w2.shape
-    found = {"chosen": chosen, "prefetch": dataclasses.replace(chosen, prefetch=not chosen.prefetch)}
+    """The plan that the op chooses and, where that is another one, the Triton kernel's; or all that may be worth it at a rank's
+    shape on an H200."""
+    chosen = chosen_plan(inputs)
+    if chosen.backend == "triton":
+        return {"chosen": chosen}
+    triton = ChainPlan.of_triton(inputs.base.shape[0], *inputs.w2.shape, inputs.w2.dtype, inputs.base.device)
+    found = {"chosen": chosen, "triton": triton}
     if not all_plans:
         return found
-    count = torch.cuda.get_device_properties(inputs.base.device).multi_processor_count
     return found | {
-        "not cooperative": dataclasses.replace(chosen, cooperative=False),
-        # Four warps of at most 255 registers and 80 KB: two fit on each multiprocessor.
-        "two a multiprocessor": ChainPlan.of_tiles(128, 2 * count, vocab, rank),
-        "streaming": ChainPlan.of_tiles(256, count, vocab, 128, held=False),
+        "no prefetch": dataclasses.replace(chosen, prefetch=False),
+        "1 copy": dataclasses.replace(chosen, copies=1),
+        "80 programs": ChainPlan.of_warps(inputs.base.shape[0], *inputs.w2.shape, 80),
     }
 
 
@@ -78,14 +80,14 @@ def run_chain(
     inputs: HeadInputs, workspace: ops.ChainWorkspace | None, *, keep_biased: bool, confidence: bool
 ) -> tuple[ops.MarkovChainOutput, torch.Tensor | None]:
     """The chain, and the confidence behind it; workspace: None for plain torch."""
-    backend = "torch" if workspace is None else "triton"
+    backend = "torch" if workspace is None else workspace.plan.backend
     chain = ops.markov_chain(
         inputs.base, inputs.anchors, inputs.w1, inputs.w2, keep_biased=keep_biased, backend=backend, workspace=workspace
     )
     if not confidence:
         return chain, None
     tensors = (inputs.hidden, inputs.weight, inputs.bias, inputs.w1, chain.previous_tokens)
-    return chain, ops.confidence(*tensors, backend=backend)
+    return chain, ops.confidence(*tensors, backend="torch" if workspace is None else "triton")
 
 
 def workspace_for(inputs: HeadInputs, plan: ChainPlan) -> ops.ChainWorkspace:

@@ -1,5 +1,6 @@
 """The sequential Markov bias over one block and the choice of its draft tokens."""
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,10 @@ MAX_FUSED_BATCH = 64
 MAX_FUSED_DRAFTS = 16
 MAX_FUSED_VOCAB = 1 << 24  # ids in a candidate's word
 _FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Of the form that keeps rows of W2 in registers: 16 rows of up to 256 values a warp, 64 registers a thread.
+MAX_CUTE_BATCH = 16
+MAX_CUTE_RANK = 256
+MAX_CUTE_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,8 @@ class ChainPlan:
     (tiles = 1); otherwise it reads them for each draft.  cooperative: the driver refuses a grid that cannot be resident at
     once; without it such a grid never ends.
     prefetch: each program asks for the W1 rows of its candidates before it knows which one is chosen.
+    backend: of `markov_chain`.  `cute`: for few requests; each warp holds 16 rows of W2 (tile = 16 * warps), and there are
+    `copies` of each word that the programs exchange, so that fewer of them look at the same.
     """
 
     programs: int
@@ -41,11 +48,31 @@ class ChainPlan:
     warps: int
     cooperative: bool = True
     prefetch: bool = False
+    backend: str = "triton"
+    copies: int = 1
 
     @classmethod
-    def choose(cls, batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device) -> "ChainPlan":
-        """Held where the whole of W2 fits on the device's multiprocessors, one program on each; rank: 0 without a Markov
-        head."""
+    def choose(
+        cls, batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device, *, chunked: bool = True
+    ) -> "ChainPlan":
+        """`cute` where it serves, otherwise `triton`.  rank: 0 without a Markov head; chunked: rows of the tables start at
+        multiples of 16 bytes."""
+        if chunked and cute_chain_refusal(batch, vocab, rank, dtype, device) is None:
+            return cls.of_warps(batch, vocab, rank, torch.cuda.get_device_properties(device).multi_processor_count)
+        return cls.of_triton(batch, vocab, rank, dtype, device)
+
+    @classmethod
+    def of_warps(cls, batch: int, vocab: int, rank: int, most: int) -> "ChainPlan":
+        """`cute` with the fewest warps that cover the vocabulary on at most `most` multiprocessors."""
+        warps = -(-vocab // (16 * most))
+        # With few requests all programs wait for the same few cache lines.
+        copies = 4 if batch <= 4 else 1
+        tile = 16 * warps
+        return cls(-(-vocab // tile), tile, 1, rank, True, warps, prefetch=True, backend="cute", copies=copies)
+
+    @classmethod
+    def of_triton(cls, batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device) -> "ChainPlan":
+        """Held where the whole of W2 fits on the device's multiprocessors, one program on each."""
         if device.type != "cuda":
             return cls.of_tiles(_power_of_2(min(vocab, 1024), 16), 1, vocab, _power_of_2(max(rank, 16)))
         chip = torch.cuda.get_device_properties(device)
@@ -72,8 +99,8 @@ class ChainPlan:
 class ChainWorkspace:
     """Where the programs of a fused chain meet: for one batch and K, and for one launch at a time.
 
-    plan: of the launch.  words: int64 [K, B, programs], candidates of the launch before.  generation: int64 [1], launches so
-    far; both zero at first, and left to the kernel from then on.
+    plan: of the launch.  words: int64 [copies * K, B, programs], candidates of the launch before.  generation: int64 [1],
+    launches so far; both zero at first, and left to the kernel from then on.
     """
 
     plan: ChainPlan
@@ -82,7 +109,7 @@ class ChainWorkspace:
 
     @classmethod
     def for_plan(cls, plan: ChainPlan, batch: int, drafts: int, device: torch.device) -> "ChainWorkspace":
-        words = torch.zeros((drafts, batch, plan.programs), dtype=torch.int64, device=device)
+        words = torch.zeros((plan.copies * drafts, batch, plan.programs), dtype=torch.int64, device=device)
         return cls(plan, words, torch.zeros(1, dtype=torch.int64, device=device))
 
     @classmethod
@@ -91,13 +118,14 @@ class ChainWorkspace:
     ) -> "ChainWorkspace":
         """For blocks of K drafts of B requests, with `markov_w2` [V, R] or without a Markov head."""
         rank, dtype = (0, torch.bfloat16) if markov_w2 is None else (markov_w2.shape[1], markov_w2.dtype)
-        return cls.for_plan(ChainPlan.choose(batch, vocab, rank, dtype, device), batch, drafts, device)
+        chunked = markov_w2 is not None and _is_chunked(markov_w2)
+        return cls.for_plan(ChainPlan.choose(batch, vocab, rank, dtype, device, chunked=chunked), batch, drafts, device)
 
 
 def fused_chain_refusal(
     batch: int, drafts: int, vocab: int, markov_w2: torch.Tensor | None, *, sampled: bool = False
 ) -> str | None:
-    """Why `markov_chain` with the backend `triton` does not take such blocks; None where it does."""
+    """Why the fused backends of `markov_chain` do not take such blocks; None where `ChainPlan.choose` finds one that does."""
     if sampled:
         return "sampled drafts need a float64 running sum over the vocabulary, which the fused chain does not compute"
     if batch > MAX_FUSED_BATCH or drafts > MAX_FUSED_DRAFTS or vocab > MAX_FUSED_VOCAB:
@@ -109,6 +137,30 @@ def fused_chain_refusal(
         return "the fused chain reads plain tables, and W2 is packed for the CPU"
     if markov_w2 is not None and markov_w2.dtype not in _FUSED_DTYPES:
         return f"the fused chain takes tables of bfloat16, float16 or float32, got {markov_w2.dtype}"
+    return None
+
+
+def cute_chain_refusal(batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the backend `cute` does not take such blocks on this device; None where it does."""
+    if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("dspark_kernels") is None:
+        return "cute needs the packages nvidia-cutlass-dsl and dspark_kernels, and one of them is not installed"
+    if device.type != "cuda":
+        return f"cute runs on CUDA devices, got {device}"
+    if not 0 < batch <= MAX_CUTE_BATCH:
+        return f"cute takes 1 to {MAX_CUTE_BATCH} requests, got {batch}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"cute takes tables of bfloat16 or float16, got {dtype}"
+    if not 0 < rank <= MAX_CUTE_RANK or rank % 32:
+        return f"cute takes ranks of up to {MAX_CUTE_RANK} in steps of 32, got {rank}"
+    most = torch.cuda.get_device_properties(device).multi_processor_count * MAX_CUTE_WARPS * 16
+    if vocab > most:
+        return f"cute takes at most {most} ids on this device, got {vocab}"
+    from dspark_kernels.cute.builds import build_architecture
+
+    try:
+        build_architecture(torch.cuda.get_device_capability(device))
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -133,18 +185,21 @@ def markov_chain(
     -inf gives id 0.  With `temperatures` (float32 [B], 0 = greedy) and `uniforms` (float32 [B, K] in [0, 1)) a row of
     temperature t draws from softmax(biased / t) by inversion.
     keep_biased: whether `biased_logits` are returned.
-    backend: `torch`; or `triton`, one launch for the block, greedy.  It sums a base logit and its R products in another order:
-    within (R + 2) x 2^-23 of the sum of their magnitudes, so that ids are those of `torch` unless the two largest logits lie
-    closer than twice that; without a Markov head equal to the bit.  Same input, same bits.
-    workspace: of the backend `triton`, for this B, K, V and these tables, on their device.  All programs of the launch wait
+    backend: `torch`; or one launch for the block, greedy: `triton`, or `cute` (see `cute_chain_refusal`).  A launch sums a base
+    logit and its R products in another order: within (R + 2) x 2^-23 of the sum of their magnitudes, so that ids are those of
+    `torch` unless the two largest logits lie closer than twice that; without a Markov head equal to the bit.  Same input and
+    plan, same bits.
+    workspace: for a launch, of its backend, this B, K, V and these tables, on their device.  All programs of the launch wait
     for one another: it is a cooperative launch of at most one program per multiprocessor, which the driver refuses where they
     cannot all be resident.  Two launches with the same workspace must not overlap.
 
     Raises:
-        ValueError: backend `triton`, and `fused_chain_refusal` gives a reason, or tensors or the workspace do not fit.
+        ValueError: another backend than `torch`, and `fused_chain_refusal` gives a reason, or tensors or the workspace do not
+            fit.
     """
-    if backend == "triton":
-        return _fused(base_logits, anchors, markov_w1, markov_w2, temperatures is not None, keep_biased, workspace)
+    if backend != "torch":
+        tables = (markov_w1, markov_w2)
+        return _fused(backend, base_logits, anchors, tables, temperatures is not None, keep_biased, workspace)
     previous = anchors
     tokens, biased_rows, previous_rows = [], [], []
     for step, base in enumerate(base_logits.unbind(1)):
@@ -161,35 +216,57 @@ def markov_chain(
     return MarkovChainOutput(torch.stack(tokens, 1), torch.stack(previous_rows, 1), kept)
 
 
-def _fused(base, anchors, markov_w1, markov_w2, sampled: bool, keep_biased: bool, workspace) -> MarkovChainOutput:
-    from dspark_kernels.triton.markov_chain import launch_markov_chain
-
+def _fused(backend: str, base, anchors, tables, sampled: bool, keep_biased: bool, workspace) -> MarkovChainOutput:
     batch, drafts, vocab = base.shape
-    reason = fused_chain_refusal(batch, drafts, vocab, markov_w2, sampled=sampled)
+    reason = fused_chain_refusal(batch, drafts, vocab, tables[1], sampled=sampled)
     if reason is not None:
-        raise ValueError(f"markov_chain=triton: {reason}; choose torch")
-    _check_fused(base, anchors, markov_w1, markov_w2, workspace)
+        raise ValueError(f"markov_chain={backend}: {reason}; choose torch")
+    _check_fused(backend, base, anchors, *tables, workspace)
     tokens, previous = (torch.empty((batch, drafts), dtype=torch.int64, device=base.device) for _ in range(2))
     biased = torch.empty(base.shape, dtype=torch.float32, device=base.device) if keep_biased else None
     if tokens.numel():
-        plan = workspace.plan
-        launch_markov_chain(
-            (base, anchors, markov_w1, markov_w2),
-            (workspace.words, workspace.generation),
-            (tokens, previous, biased),
-            tile=plan.tile,
-            tiles=plan.tiles,
-            rank_lanes=plan.rank_lanes,
-            batch_lanes=_batch_lanes(batch),
-            held=plan.held,
-            warps=plan.warps,
-            cooperative=plan.cooperative,
-            prefetch=plan.prefetch,
-        )
+        meeting = (workspace.words, workspace.generation)
+        _LAUNCHES[backend]((base, anchors, *tables), meeting, (tokens, previous, biased), workspace.plan)
     return MarkovChainOutput(tokens, previous, biased)
 
 
-def _check_fused(base, anchors, markov_w1, markov_w2, workspace: ChainWorkspace | None) -> None:
+def _triton(inputs: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> None:
+    from dspark_kernels.triton.markov_chain import launch_markov_chain
+
+    launch_markov_chain(
+        inputs,
+        meeting,
+        outputs,
+        tile=plan.tile,
+        tiles=plan.tiles,
+        rank_lanes=plan.rank_lanes,
+        batch_lanes=_batch_lanes(inputs[0].shape[0]),
+        held=plan.held,
+        warps=plan.warps,
+        cooperative=plan.cooperative,
+        prefetch=plan.prefetch,
+    )
+
+
+def _cute(inputs: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> None:
+    from dspark_kernels.cute.markov_chain import launch_markov_chain
+
+    launch_markov_chain(
+        inputs,
+        meeting,
+        outputs,
+        warps=plan.warps,
+        lanes=_power_of_2(inputs[0].shape[0]),
+        copies=plan.copies,
+        prefetch=plan.prefetch,
+        cooperative=plan.cooperative,
+    )
+
+
+_LAUNCHES = {"triton": _triton, "cute": _cute}
+
+
+def _check_fused(backend: str, base, anchors, markov_w1, markov_w2, workspace: ChainWorkspace | None) -> None:
     batch, drafts, vocab = base.shape
     if base.dtype is not torch.float32 or base.stride(-1) != 1:
         raise ValueError(
@@ -209,8 +286,11 @@ def _check_fused(base, anchors, markov_w1, markov_w2, workspace: ChainWorkspace 
                 f"{list(table.shape)} with strides {table.stride()}"
             )
     if workspace is None:
-        raise ValueError("markov_chain=triton needs a workspace; make one with ChainWorkspace.for_tables")
-    plan, shape = workspace.plan, (drafts, batch, workspace.plan.programs)
+        raise ValueError(f"markov_chain={backend} needs a workspace; make one with ChainWorkspace.for_tables")
+    plan = workspace.plan
+    if plan.backend != backend:
+        raise ValueError(f"workspace: a plan of {backend} wanted, got one of {plan.backend}; choose that backend")
+    shape = (plan.copies * drafts, batch, plan.programs)
     if workspace.words.shape != shape or workspace.words.device != base.device:
         raise ValueError(
             f"workspace: words {list(shape)} on {base.device} wanted, got {list(workspace.words.shape)} on "
@@ -219,6 +299,26 @@ def _check_fused(base, anchors, markov_w1, markov_w2, workspace: ChainWorkspace 
     rank = 0 if markov_w2 is None else markov_w2.shape[1]
     if not plan.programs * plan.tiles * plan.tile >= vocab or (plan.held and (plan.tiles > 1 or plan.rank_lanes < rank)):
         raise ValueError(f"workspace: {plan} does not cover tables [{vocab}, {rank}]; make one for them")
+    if backend == "cute":
+        _check_cute(plan, batch, vocab, markov_w1, markov_w2)
+
+
+def _check_cute(plan: ChainPlan, batch: int, vocab: int, markov_w1, markov_w2) -> None:
+    if markov_w2 is None:
+        raise ValueError("markov_chain=cute: it takes a drafter with a Markov head; choose triton")
+    rank = markov_w2.shape[1]
+    reason = cute_chain_refusal(batch, vocab, rank, markov_w2.dtype, markov_w2.device)
+    if reason is None and plan.rank_lanes != rank:
+        reason = f"the plan is for rank {plan.rank_lanes}, got {rank}"
+    if reason is None and not (_is_chunked(markov_w1) and _is_chunked(markov_w2)):
+        reason = "cute wants rows of the tables at multiples of 16 bytes"
+    if reason is not None:
+        raise ValueError(f"markov_chain=cute: {reason}; choose triton, with a plan of ChainPlan.of_triton")
+
+
+def _is_chunked(table: torch.Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    return table.data_ptr() % 16 == 0 and table.stride(0) * table.element_size() % 16 == 0
 
 
 def _batch_lanes(batch: int) -> int:

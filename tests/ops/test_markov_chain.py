@@ -1,6 +1,7 @@
 """`markov_chain` and `invert_cdf` against a loop in float64; the fused chain also against `torch`."""
 
 import dataclasses
+import importlib.util
 import math
 import types
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from kernel_kit import DEVICE, watched_memory
 
+from dspark_model.bench.timing import capture
 from dspark_model.ops import ChainWorkspace, fused_chain_refusal, markov_chain
-from dspark_model.ops.markov_chain import ChainPlan, invert_cdf
+from dspark_model.ops.markov_chain import ChainPlan, cute_chain_refusal, invert_cdf
 from dspark_model.testing import assert_bitwise_equal, poison_
 
 
@@ -125,9 +127,9 @@ MOST = 132 if DEVICE == "cuda" else 1
 FLOAT32_STEP = 2.0**-23
 
 
-def tables(vocab: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(vocab: int, rank: int, dtype: torch.dtype, *, gap: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows apart from one another, with NaN between."""
-    wide = poison_(torch.empty(2, vocab, rank + 3, dtype=dtype))
+    wide = poison_(torch.empty(2, vocab, rank + gap, dtype=dtype))
     wide[..., :rank] = torch.randn(2, vocab, rank)
     return tuple(wide.to(DEVICE)[..., :rank])
 
@@ -155,7 +157,8 @@ def fused(base, anchors, w1, w2, *, plan: str = "held", keep_biased: bool = True
         workspace = ChainWorkspace.for_plan(shape, batch, drafts, base.device)
     reads = [tensor for tensor in (base, anchors, w1, w2) if tensor is not None]
     with watched_memory(*reads, writes=(workspace.words, workspace.generation)):
-        return markov_chain(base, anchors, w1, w2, keep_biased=keep_biased, backend="triton", workspace=workspace)
+        backend = workspace.plan.backend
+        return markov_chain(base, anchors, w1, w2, keep_biased=keep_biased, backend=backend, workspace=workspace)
 
 
 def check_fused(base, anchors, w1, w2, chain) -> None:
@@ -290,11 +293,90 @@ def test_plans_put_one_program_on_a_multiprocessor_and_cover_the_vocabulary(
 ):
     chip = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
-    plan = ChainPlan.choose(batch, vocab, rank, dtype, torch.device("cuda"))
+    plan = ChainPlan.of_triton(batch, vocab, rank, dtype, torch.device("cuda"))
     assert plan == wanted
     assert (
         plan.programs <= 132 and (plan.programs - 1) * plan.tiles * plan.tile < vocab <= plan.programs * plan.tiles * plan.tile
     )
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """What the choice of a plan asks for, as on an H200 with all packages."""
+    chip = types.SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("batch", "vocab", "rank", "programs", "warps", "copies"),
+    [
+        (1, 20480, 256, 128, 10, 4),
+        (4, 20480, 256, 128, 10, 4),
+        (16, 20480, 256, 128, 10, 1),
+        (5, 4099, 96, 129, 2, 1),
+        (1, 1, 32, 1, 1, 4),
+        (1, 33792, 32, 132, 16, 4),
+    ],
+)
+def test_few_requests_have_rows_in_registers(h200, batch, vocab, rank, programs, warps, copies):
+    plan = ChainPlan.choose(batch, vocab, rank, torch.bfloat16, h200)
+    wanted = ChainPlan(programs, 16 * warps, 1, rank, True, warps, prefetch=True, backend="cute", copies=copies)
+    assert plan == wanted
+    assert plan.programs <= 132 and (plan.programs - 1) * plan.tile < vocab <= plan.programs * plan.tile
+    assert ChainWorkspace.for_plan(plan, batch, 7, torch.device("cpu")).words.shape == (copies * 7, batch, programs)
+    assert ChainPlan.choose(batch, vocab, rank, torch.bfloat16, h200, chunked=False).backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("batch", "vocab", "rank", "dtype", "message"),
+    [
+        (0, 9, 32, torch.bfloat16, "1 to 16 requests, got 0"),
+        (17, 9, 32, torch.bfloat16, "1 to 16 requests, got 17"),
+        (1, 9, 0, torch.bfloat16, "ranks of up to 256 in steps of 32, got 0"),
+        (1, 9, 48, torch.bfloat16, "steps of 32, got 48"),
+        (1, 9, 288, torch.bfloat16, "steps of 32, got 288"),
+        (1, 33793, 32, torch.bfloat16, "at most 33792 ids on this device, got 33793"),
+        (1, 9, 32, torch.float32, "bfloat16 or float16, got torch.float32"),
+    ],
+)
+def test_blocks_that_registers_do_not_hold_have_the_other_form(h200, batch, vocab, rank, dtype, message):
+    assert message in cute_chain_refusal(batch, vocab, rank, dtype, h200)
+    assert ChainPlan.choose(batch, vocab, rank, dtype, h200).backend == "triton"
+
+
+def test_a_device_without_a_build_has_the_other_form(h200, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "not built for compute capability 8.0" in cute_chain_refusal(1, 9, 32, torch.float16, h200)
+    assert "on CUDA devices, got cpu" in cute_chain_refusal(1, 9, 32, torch.float16, torch.device("cpu"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else name)
+    assert "nvidia-cutlass-dsl" in cute_chain_refusal(1, 9, 32, torch.float16, h200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "runs on CUDA devices, got cpu; choose triton"),
+        ({"markov_w1": None, "markov_w2": None}, "takes a drafter with a Markov head"),
+        (
+            {"workspace": ChainWorkspace.for_tables(2, 3, 9, None, torch.device("cpu"))},
+            "a plan of cute wanted, got one of triton",
+        ),
+    ],
+)
+def test_what_the_form_in_registers_refuses(monkeypatch, changes, message):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    good = {
+        "base_logits": torch.zeros(2, 3, 9),
+        "anchors": torch.zeros(2, dtype=torch.int64),
+        "markov_w1": torch.zeros(9, 32).bfloat16(),
+        "markov_w2": torch.zeros(9, 32).bfloat16(),
+        "workspace": ChainWorkspace.for_plan(ChainPlan.of_warps(2, 9, 32, 1), 2, 3, torch.device("cpu")),
+    }
+    with pytest.raises(ValueError, match=message):
+        markov_chain(**(good | changes), backend="cute")
 
 
 def test_a_fused_empty_batch():
@@ -344,7 +426,7 @@ def test_refusals_are_known_beforehand():
 @pytest.mark.gpu
 def test_plans_of_the_launch_change_no_bit():
     base, anchors, (w1, w2) = torch.randn(3, 7, 20480), torch.tensor([0, 77, 20479]), tables(20480, 256, torch.bfloat16)
-    plan = ChainPlan.choose(3, 20480, 256, torch.bfloat16, torch.device(DEVICE))
+    plan = ChainPlan.of_triton(3, 20480, 256, torch.bfloat16, torch.device(DEVICE))
     chains = []
     for changes in ({}, {"prefetch": not plan.prefetch}, {"cooperative": False}):
         workspace = ChainWorkspace.for_plan(dataclasses.replace(plan, **changes), 3, 7, torch.device(DEVICE))
@@ -356,11 +438,13 @@ def test_plans_of_the_launch_change_no_bit():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "keep_biased"), [(1, True), (4, False), (16, True), (64, True)])
-@pytest.mark.parametrize("vocab", [20480, 20483, 40000])
-def test_programs_meet_on_the_device(batch, keep_biased, vocab):
+@pytest.mark.parametrize(("vocab", "gap"), [(20480, 3), (20483, 3), (40000, 3), (20480, 8), (20483, 8)])
+def test_programs_meet_on_the_device(batch, keep_biased, vocab, gap):
     """All multiprocessors, at Kimi K3's shape per rank, and vocabularies that one tile a program does not cover."""
-    w1, w2 = tables(vocab, 256, torch.bfloat16)
+    w1, w2 = tables(vocab, 256, torch.bfloat16, gap=gap)
     workspace = ChainWorkspace.for_tables(batch, 7, vocab, w2, torch.device(DEVICE))
+    held = gap == 8 and batch <= 16 and importlib.util.find_spec("cutlass") is not None
+    assert workspace.plan.backend == ("cute" if held else "triton")
     workspace.generation.fill_(240)  # the tags begin anew on the way
     for _ in range(20):
         base, anchors = torch.randn(batch, 7, vocab), torch.randint(vocab, (batch,))
@@ -370,3 +454,95 @@ def test_programs_meet_on_the_device(batch, keep_biased, vocab):
             check_fused(base, anchors, w1, w2, chain)
         again = fused(base, anchors, w1, w2, workspace=workspace)
         assert_bitwise_equal(again.draft_tokens, chain.draft_tokens)
+
+
+def in_registers(base, anchors, w1, w2, *, keep_biased: bool = True, copies: int = 4, workspace=None):
+    """The chain of the backend `cute`, watched."""
+    batch, drafts, vocab = base.shape
+    if workspace is None:
+        plan = dataclasses.replace(ChainPlan.of_warps(batch, vocab, w2.shape[1], MOST), copies=copies)
+        workspace = ChainWorkspace.for_plan(plan, batch, drafts, torch.device(DEVICE))
+    return fused(base, anchors, w1, w2, keep_biased=keep_biased, workspace=workspace)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "drafts", "vocab", "rank", "dtype", "copies"),
+    [
+        (1, 1, 1, 32, torch.bfloat16, 1),
+        (2, 16, 33, 96, torch.float16, 4),
+        (3, 2, 4099, 256, torch.bfloat16, 8),
+        (8, 3, 300, 128, torch.bfloat16, 2),
+        (16, 4, 33792, 32, torch.bfloat16, 1),
+        (11, 3, 257, 160, torch.float16, 4),
+    ],
+)
+def test_rows_in_registers_match_float64(batch, drafts, vocab, rank, dtype, copies):
+    pytest.importorskip("cutlass")
+    base, anchors, (w1, w2) = (
+        torch.randn(batch, drafts, vocab),
+        torch.randint(vocab, (batch,)),
+        tables(vocab, rank, dtype, gap=8),
+    )
+    chain, bare = (in_registers(base, anchors, w1, w2, keep_biased=keep, copies=copies) for keep in (True, False))
+    check_fused(base, anchors, w1, w2, chain)
+    for name in ("draft_tokens", "previous_tokens"):
+        assert_bitwise_equal(getattr(bare, name), getattr(chain, name), name)
+
+
+@pytest.mark.gpu
+def test_rows_in_registers_choose_as_argmax_does():
+    """As for the other form: ties within a thread, a warp, a program and between programs; NaN, infinities, -0."""
+    pytest.importorskip("cutlass")
+    vocab, inf, nan = 3000, math.inf, math.nan
+    rows = torch.full((8, vocab), -3.0)
+    rows[0, [70, 150, 2999]] = -2.0
+    rows[1, [5, 6, 13]] = 7.0
+    rows[2, [130, 1900]] = torch.tensor([-0.0, 0.0])
+    rows[3, [10, 120, 1800]] = torch.tensor([inf, nan, nan])
+    rows[4] = -inf
+    rows[5, [100, 101]] = inf
+    rows[6] = -rows[3]
+    rows[6, 1800] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN with its sign set
+    rows[7] = nan
+    base, zeros = rows[None].expand(2, -1, -1).contiguous(), torch.zeros(2, vocab, 32, dtype=torch.bfloat16, device=DEVICE)
+    chain = in_registers(base, torch.tensor([0, 1]), *zeros)
+    assert chain.draft_tokens[0].tolist() == [70, 5, 130, 120, 0, 100, 120, 0]
+    assert_bitwise_equal(chain.draft_tokens.cpu(), base.argmax(-1))
+
+
+@pytest.mark.gpu
+def test_nan_of_one_request_stays_its_own_in_registers():
+    pytest.importorskip("cutlass")
+    base, anchors = torch.randn(3, 4, 900), torch.tensor([3, 4, 5])
+    w1, w2 = tables(900, 64, torch.bfloat16, gap=8)
+    w1[4] = math.nan
+    base[:, :, 4] = -99.0
+    chain, kept = in_registers(base, anchors, w1, w2), torch.tensor([0, 2])
+    assert chain.draft_tokens[1, 0] == 0 and chain.biased_logits[1, 0].isnan().all()
+    alone = in_registers(base[kept], anchors[kept], w1, w2)
+    assert alone.biased_logits.isfinite().all()
+    for name in ("draft_tokens", "previous_tokens", "biased_logits"):
+        assert_bitwise_equal(getattr(chain, name).cpu()[kept], getattr(alone, name).cpu(), name)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_form_in_registers_replays():
+    """New inputs in each replay, past the last of the 256 tags."""
+    pytest.importorskip("cutlass")
+    base, anchors = torch.randn(2, 7, 20480, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    w1, w2 = tables(20480, 256, torch.bfloat16, gap=8)
+    workspace = ChainWorkspace.for_tables(2, 7, 20480, w2, torch.device(DEVICE))
+    workspace.generation.fill_(240)
+    made = {}
+
+    def work():
+        made["chain"] = markov_chain(base, anchors, w1, w2, backend="cute", workspace=workspace)
+
+    graph = capture(work)
+    for _ in range(20):
+        base.normal_()
+        anchors.random_(20480)
+        graph.replay()
+        check_fused(base.cpu(), anchors.cpu(), w1, w2, made["chain"])
+    assert workspace.generation.item() == 263

@@ -1,0 +1,267 @@
+"""Runs a kernel's PTX on the CPU: what a CuTe DSL kernel computes, and whether its CTAs end, without a GPU.
+
+The lanes of a warp go in lock step, those at the lowest place first, so that lanes that branched apart meet where the code
+does.  Warps take random turns of random length.  Memory is what the test gave, nothing else; registers and shared memory start
+with garbage.  It knows the instructions that `tests/test_cute_markov_chain.py` needs.
+"""
+
+import random
+import re
+
+import numpy as np
+import torch
+
+WARP = 32
+OUTSIDE = 1 << 40  # the place of a lane that has ended
+SIGNED = {"s16": np.int16, "s32": np.int32, "s64": np.int64, "f32": np.float32}
+UNSIGNED = {f"{letter}{bits}": np.dtype(f"u{bits // 8}").type for letter in "ub" for bits in (16, 32, 64)}
+TYPES = SIGNED | UNSIGNED
+WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
+COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+BINARY = {
+    "add": np.add,
+    "sub": np.subtract,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+class Memory:
+    """Arrays at made-up addresses, with gaps between."""
+
+    def __init__(self):
+        self._arrays: list[tuple[int, np.ndarray]] = []
+        self._next = 1 << 20
+
+    def add(self, array: np.ndarray) -> int:
+        """The address of a contiguous array; the kernel changes the array itself."""
+        address, data = self._next, array.reshape(-1).view(np.uint8)
+        self._next += (data.size // 4096 + 2) * 4096
+        self._arrays.append((address, data))
+        return address
+
+    def at(self, address: int, size: int) -> np.ndarray:
+        assert address % size == 0, f"{size} bytes at {address:#x} are not aligned"
+        for start, data in self._arrays:
+            if start <= address and address + size <= start + data.size:
+                return data[address - start : address - start + size]
+        raise AssertionError(f"nothing is at {address:#x}")
+
+
+class Program:
+    """The instructions of a module's one kernel: (guard, names, operands); where labels point to; shared memory's layout."""
+
+    def __init__(self, ptx: str):
+        start = ptx.index("\n{\n")
+        self.code, self.labels, self.shared, self.shared_size = [], {}, {}, 0
+        for line in (line.split("//")[0].strip() for line in ptx[start + 3 : ptx.rindex("}")].split("\n")):
+            if found := re.match(r"\.shared \.align (\d+) \.\w(\d+) ([\w$]+)(?:\[(\d+)\])?;", line):
+                align, bits, name, count = int(found[1]), int(found[2]), found[3], int(found[4] or 1)
+                self.shared[name] = -(-self.shared_size // align) * align
+                self.shared_size = self.shared[name] + count * bits // 8
+            elif found := re.match(r"([\w$]+):$", line):
+                self.labels[found[1]] = len(self.code)
+            elif found := re.match(r"(?:@(!?%p\d+)\s+)?(\w[\w.:]*)\s*(.*);$", line):
+                operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", found[3])
+                self.code.append((found[1], found[2].split("."), operands))
+
+
+class Warp:
+    def __init__(self, cta: "Cta", index: int):
+        self.cta, self.index, self.waits = cta, index, False
+        self.place = np.zeros(WARP, np.int64)
+        self._registers: dict[str, np.ndarray] = {}
+
+    def register(self, name: str) -> np.ndarray:
+        """Its bits, for each lane; predicates are 0 or 1."""
+        garbage = 1 if name.startswith("%p") else 0xDEADBEEFDEADBEEF
+        return self._registers.setdefault(name, np.full(WARP, garbage, np.uint64))
+
+    @property
+    def ended(self) -> bool:
+        return self.place.min() >= OUTSIDE
+
+
+class Cta:
+    def __init__(self, index: int, warps: int, shared_size: int):
+        self.index, self.shared = index, np.full(max(shared_size, 1), 0xAB, np.uint8)
+        self.warps = [Warp(self, warp) for warp in range(warps)]
+
+
+class Machine:
+    """All CTAs of one launch.  arguments: the kernel's parameters in order, addresses and integers; dtype: of the matrices."""
+
+    def __init__(self, ptx: str, memory: Memory, arguments: list[int], ctas: int, warps: int, dtype: torch.dtype, seed: int):
+        self._program, self._memory, self._arguments, self._dtype = Program(ptx), memory, arguments, dtype
+        self._random = random.Random(seed)
+        self._warps = [w for i in range(ctas) for w in Cta(i, warps, self._program.shared_size).warps]
+
+    def run(self, limit: int = 1_000_000) -> None:
+        """Raises AssertionError where not all warps have ended after `limit` instructions."""
+        running, done = list(self._warps), 0
+        while running:
+            warp = self._random.choice(running)
+            for _ in range(self._random.choice((1, 7, 60, 400))):
+                if warp.ended or warp.waits:
+                    break
+                self._step(warp)
+                done += 1
+            assert done < limit, "the programs do not end"
+            if all(other.waits for other in warp.cta.warps):
+                for other in warp.cta.warps:
+                    other.waits = False
+            if warp.ended:
+                running.remove(warp)
+
+    def _step(self, warp: Warp) -> None:
+        place = int(warp.place.min())
+        here = warp.place == place
+        guard, names, operands = self._program.code[place]
+        taken = here.copy()
+        if guard is not None:
+            taken &= (warp.register(guard.lstrip("!")) != 0) ^ guard.startswith("!")
+        warp.place[here] += 1
+        name = names[0]
+        if name == "bra":
+            warp.place[taken] = self._program.labels[operands[0]]
+        elif name == "ret":
+            warp.place[taken] = OUTSIDE
+        elif name == "bar":
+            assert taken.all(), "lanes are missing at a barrier"
+            warp.waits = True
+        elif name in ("ld", "st", "prefetch"):
+            self._access(warp, names, operands, taken)
+        elif name in ("redux", "vote", "mma"):
+            assert taken.all(), f"lanes are missing at {name}"
+            getattr(self, f"_{name}")(warp, names, operands)
+        else:
+            self._compute(warp, names, operands, taken)
+
+    def _read(self, warp: Warp, operand: str, kind: str) -> np.ndarray:
+        if operand.startswith("%tid"):
+            bits = np.arange(WARP, dtype=np.uint64) + np.uint64(WARP * warp.index)
+        elif operand.startswith("%ctaid"):
+            bits = np.full(WARP, warp.cta.index, np.uint64)
+        elif operand.startswith("%"):
+            bits = warp.register(operand)
+        elif operand in self._program.shared:
+            bits = np.full(WARP, self._program.shared[operand], np.uint64)
+        else:
+            value = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+            bits = np.full(WARP, value & (1 << 64) - 1, np.uint64)
+        if kind == "pred":
+            return bits & np.uint64(1)  # a constant is 0 or -1
+        return bits.astype(f"u{TYPES[kind]().itemsize}").view(TYPES[kind])  # the low bits
+
+    def _write(self, warp: Warp, name: str, values: np.ndarray, lanes) -> None:
+        if name != "_":
+            warp.register(name)[lanes] = values.view(f"u{values.itemsize}").astype(np.uint64)[lanes]
+
+    def _compute(self, warp: Warp, names: list[str], operands: list[str], lanes) -> None:
+        name, kind, into = names[0], names[-1], operands[0]
+        if name == "mov" and any(operand.startswith("{") for operand in operands):
+            self._pair(warp, operands, lanes)
+            return
+        kinds = [kind] * (len(operands) - 1)
+        if name in ("shl", "shr"):
+            kinds[1] = "u32"
+        if name == "selp":
+            kinds[2] = "pred"
+        values = [self._read(warp, operand, k) for operand, k in zip(operands[1:], kinds, strict=True)]
+        with np.errstate(all="ignore"):
+            if name == "mov":
+                result = values[0]
+            elif name == "cvt":
+                result = values[0].astype(TYPES[names[-2]])
+            elif name == "neg":
+                result = np.negative(values[0])
+            elif name == "not":
+                result = values[0] ^ np.uint64(1) if kind == "pred" else ~values[0]
+            elif name in ("shl", "shr"):
+                shift = np.left_shift if name == "shl" else np.right_shift
+                result = shift(values[0], values[1].astype(values[0].dtype))
+            elif name == "setp":
+                result = COMPARISONS[names[1]](*values).astype(np.uint64)
+            elif name == "selp":
+                result = np.where(values[2] != 0, values[0], values[1])
+            elif name in ("mul", "mad") and names[1] in ("lo", "wide"):
+                into_kind = WIDER[kind] if names[1] == "wide" else kind
+                result = values[0].astype(TYPES[into_kind]) * values[1].astype(TYPES[into_kind])
+                if name == "mad":
+                    result = result + self._read(warp, operands[3], into_kind)
+            else:
+                result = BINARY[name](*values)
+        self._write(warp, into, result, lanes)
+
+    def _pair(self, warp: Warp, operands: list[str], lanes) -> None:
+        """mov.b64 between a register and two of half its width."""
+        halves = [re.findall(r"[%\w]+", operand) for operand in operands]
+        if operands[0].startswith("{"):
+            both = self._read(warp, operands[1], "b64")
+            for name, shift in zip(halves[0], (0, 32), strict=True):
+                self._write(warp, name, (both >> np.uint64(shift)).astype(np.uint32), lanes)
+        else:
+            low, high = (self._read(warp, name, "b32").astype(np.uint64) for name in halves[1])
+            self._write(warp, operands[0], low | high << np.uint64(32), lanes)
+
+    def _access(self, warp: Warp, names: list[str], operands: list[str], lanes) -> None:
+        stores, size = names[0] == "st", TYPES.get(names[-1], np.uint64)().itemsize
+        base, offset = re.match(r"\[([%\w$]+)(?:\+(-?\d+))?\]", operands[0 if stores or names[0] == "prefetch" else 1]).groups()
+        if "param" in names:
+            value = self._arguments[int(base.rsplit("_", 1)[1])]
+            self._write(warp, operands[0], np.full(WARP, value, TYPES[names[-1].replace("b", "s")]), lanes)
+            return
+        addresses = self._read(warp, base, "u64" if "shared" not in names else "u32").astype(np.int64) + int(offset or 0)
+        if names[0] == "prefetch":
+            for lane in np.flatnonzero(lanes):
+                self._memory.at(int(addresses[lane]), 2)
+            return
+        registers = re.findall(r"[%\w]+", operands[1 if stores else 0])
+        for lane in np.flatnonzero(lanes):
+            assert addresses[lane] % (size * len(registers)) == 0, "a vector is not aligned"
+            for i, name in enumerate(registers):
+                where = int(addresses[lane]) + i * size
+                if "shared" in names:
+                    assert 0 <= where <= warp.cta.shared.size - size and where % size == 0
+                    data = warp.cta.shared[where : where + size]
+                else:
+                    data = self._memory.at(where, size)
+                if stores:
+                    data[:] = self._read(warp, name, f"b{8 * size}")[lane : lane + 1].view(np.uint8)
+                else:
+                    warp.register(name)[lane] = int.from_bytes(data.tobytes(), "little")
+
+    def _redux(self, warp: Warp, names: list[str], operands: list[str]) -> None:
+        values = self._read(warp, operands[1], names[-1])
+        self._write(warp, operands[0], np.full(WARP, {"max": values.max, "min": values.min}[names[2]]()), slice(None))
+
+    def _vote(self, warp: Warp, names: list[str], operands: list[str]) -> None:
+        everyone = self._read(warp, operands[1], "pred").all()
+        self._write(warp, operands[0], np.full(WARP, everyone, np.uint64), slice(None))
+
+    def _mma(self, warp: Warp, names: list[str], operands: list[str]) -> None:
+        """m16n8k16, sums in float64; lane l has rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next one."""
+        assert "m16n8k16" in names
+        into, first, second, added = (re.findall(r"%\w+", operand) for operand in operands)
+        group, pair = np.arange(WARP) // 4, np.arange(WARP) % 4 * 2
+        a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+        for i, name in enumerate(first):
+            for half, values in enumerate(self._halves(warp, name)):
+                a[group + i % 2 * 8, pair + i // 2 * 8 + half] = values
+        for i, name in enumerate(second):
+            for half, values in enumerate(self._halves(warp, name)):
+                b[pair + i * 8 + half, group] = values
+        for i, name in enumerate(added):
+            c[group + i // 2 * 8, pair + i % 2] = self._read(warp, name, "f32")
+        with np.errstate(all="ignore"):
+            sums = (a @ b + c).astype(np.float32)
+        for i, name in enumerate(into):
+            self._write(warp, name, sums[group + i // 2 * 8, pair + i % 2], slice(None))
+
+    def _halves(self, warp: Warp, name: str) -> torch.Tensor:
+        """The two 16-bit values of a register, [2, 32]."""
+        bits = np.ascontiguousarray(self._read(warp, name, "b32")).view(np.int16).reshape(WARP, 2)
+        return torch.from_numpy(bits.copy()).view(self._dtype).double().T.numpy()
