@@ -6,10 +6,11 @@ import torch
 
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
-from dspark_model.ops import PoolGeometry, block_attention_refusal
+from dspark_model.ops import PoolGeometry, between_attentions_refusal, block_attention_refusal
 from dspark_model.ops.block_attention import BACKENDS as ATTENTION_BACKENDS
 from dspark_model.ops.fp8_rows import FP8
 from dspark_model.packing import PackedLinear
+from dspark_model.persistent import between_sizes
 from dspark_model.runtime import Obstacle
 
 
@@ -138,12 +139,18 @@ def low_m_obstacle(model: MLADSparkForCausalLM) -> Obstacle | None:
     return obstacle
 
 
+def persistent_obstacle(model: MLADSparkForCausalLM) -> Obstacle | None:
+    """Why the products between two attentions cannot be one launch."""
+    reason = between_attentions_refusal(between_sizes(model.config), model.dtype, model.device)
+    return low_m_obstacle(model) if reason is None else Obstacle(reason)
+
+
 def backends(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, dict[str, Obstacle | None]]:
     """By field and backend, what stands in the way of a backend other than torch's."""
     device = model.device
     return {
         "attention": {name: attention_obstacle(name, model, pool) for name in ATTENTION_BACKENDS if name != "torch"},
-        "gemm": {"low_m": low_m_obstacle(model)},
+        "gemm": {"low_m": low_m_obstacle(model), "persistent": persistent_obstacle(model)},
         "latent_norm_rope": {"triton": triton_obstacle(device), "cute": cute_obstacle(device)},
         "merged_qkv_a": {"on": merged_qkv_a_obstacle(model)},
     }

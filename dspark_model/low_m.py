@@ -1,5 +1,6 @@
 """`gemm=low_m`: the drafter's products of few rows by kernels that stream their weights, with what surrounds them fused in."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,12 @@ class LowMPath:
             self._chains[key] = ChainWorkspace.for_tables(batch, drafts, self._vocab_size, markov_w2, device)
         return self._chains[key]
 
+    def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:
+        """The layers over one block: [B, N, hidden] to [B, N, hidden]; writes the block's latents."""
+        for layer, view in zip(layers, context.layer_views, strict=True):
+            x = self.layer(layer, x, view, context)
+        return x
+
     def layer(self, layer: "DrafterLayer", x: torch.Tensor, layer_view: torch.Tensor, context: "BlockContext") -> torch.Tensor:
         """`DrafterLayer.forward` in as many launches as it has products, and those of attention and the latents."""
         attn, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
@@ -90,7 +97,11 @@ class LowMPath:
     def _queries(self, attn: "MLAAttention", q_a: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         """`MLAAttention.queries`."""
         norm = attn.q_a_layernorm
-        q = self.linear(q_a, attn.q_b_proj.weight, norm_weight=norm.weight, eps=norm.eps)
+        return self.absorb(attn, self.linear(q_a, attn.q_b_proj.weight, norm_weight=norm.weight, eps=norm.eps), cos_sin)
+
+    @staticmethod
+    def absorb(attn: "MLAAttention", q: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """Absorbed queries of q [B, N, heads * qk_head_dim], rows of `q_b_proj`: [B, N, heads, D]."""
         q = q.unflatten(-1, (attn.config.num_attention_heads, attn.config.qk_head_dim))
         return ops.absorb_queries(q, attn.key_weights, cos_sin, backend="triton")
 

@@ -297,8 +297,7 @@ class MLADSparkForCausalLM(nn.Module):
             for layer, view in zip(self.layers, context.layer_views, strict=True):
                 x = layer(x, view, context)
             return norm(x)
-        for layer, view in zip(self.layers, context.layer_views, strict=True):
-            x = low_m.layer(layer, x, view, context)
+        x = low_m.layers(self.layers, x, context)
         return ops.rms_norm(x, norm.weight, norm.eps, backend="triton")
 
     def draft(

@@ -69,7 +69,7 @@ class ResolvedRuntime:
 _BUILT = {
     "attention": (Attention.TORCH, Attention.TRITON, Attention.CUTE, Attention.CAUSAL_FIXUP, Attention.FLASHINFER),
     "latent_norm_rope": (LatentNormRope.TORCH, LatentNormRope.TRITON, LatentNormRope.CUTE),
-    "gemm": (Gemm.CUBLAS, Gemm.LOW_M),
+    "gemm": (Gemm.CUBLAS, Gemm.LOW_M, Gemm.PERSISTENT),
     "merged_qkv_a": (MergedQkvA.OFF, MergedQkvA.ON),
 }
 
@@ -125,7 +125,14 @@ def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> Resol
     """
     backend = _resolve_backend("latent_norm_rope", runtime.latent_norm_rope, surroundings)
     direct = surroundings.obstacles["direct_pool_write"] or _direct_write_obstacle(backend.in_force, surroundings)
-    surroundings = replace(surroundings, obstacles={**surroundings.obstacles, "direct_pool_write": direct})
+    merged = _resolve_backend("merged_qkv_a", runtime.merged_qkv_a, surroundings)
+    products = dict(surroundings.backends["gemm"])
+    products[Gemm.PERSISTENT] = products[Gemm.PERSISTENT] or _persistent_obstacle(merged.in_force)
+    surroundings = replace(
+        surroundings,
+        obstacles={**surroundings.obstacles, "direct_pool_write": direct},
+        backends={**surroundings.backends, "gemm": products},
+    )
     choices = [_resolve(field.name, getattr(runtime, field.name), surroundings) for field in fields(runtime)]
     return ResolvedRuntime(tuple(choices))
 
@@ -137,6 +144,13 @@ def _direct_write_obstacle(backend: str, surroundings: Surroundings) -> Obstacle
     if backend == LatentNormRope.CUTE and surroundings.pool_dtype is FP8:
         return Obstacle("latent_norm_rope=cute has no form that stores into an fp8 pool")
     return surroundings.backends["latent_norm_rope"][backend]
+
+
+def _persistent_obstacle(merged_qkv_a: str) -> Obstacle | None:
+    """What the choice of the projections has against one launch between two attentions."""
+    return (
+        None if merged_qkv_a == MergedQkvA.ON else Obstacle("it makes one product of the projections, and merged_qkv_a is off")
+    )
 
 
 def _resolve(name: str, value: str, surroundings: Surroundings) -> Choice:

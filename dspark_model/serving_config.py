@@ -72,6 +72,7 @@ class Gemm(StrEnum):
     AUTO = "auto"
     CUBLAS = "cublas"  # torch's own matrix product: cuBLAS on CUDA, the CPU library elsewhere
     LOW_M = "low_m"
+    PERSISTENT = "persistent"
 
 
 class MergedQkvA(StrEnum):

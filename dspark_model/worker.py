@@ -15,6 +15,7 @@ from dspark_model.graph_runner import DecodeOutputs, GraphRunner, why_not_captur
 from dspark_model.in_flight import StepsInFlight
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
 from dspark_model.low_m import LowMPath
+from dspark_model.persistent import PersistentPath
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import NO_TOKEN, BlockShape
 from dspark_model.packing import PackedLinear
@@ -90,7 +91,8 @@ class DFlashWorker:
         )
         self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
         self._context_latents = ContextLatents(model)
-        self._low_m = LowMPath(model) if self._may_take(Gemm.LOW_M) else None
+        kinds = {Gemm.LOW_M: LowMPath, Gemm.PERSISTENT: PersistentPath}
+        self._products = {gemm: kind(model) for gemm, kind in kinds.items() if self._may_take(gemm)}
         if self.resolved.takes("merged_qkv_a"):
             model.merge_qkv_a()
         # Captured steps read the weights where they lie now; a later worker on this model may move them.
@@ -309,7 +311,7 @@ class DFlashWorker:
             slots=slots,
             side=self._side,
             context_latents=self._context_latents,
-            low_m=self._low_m if resolved["gemm"].in_force == Gemm.LOW_M else None,
+            low_m=self._products.get(resolved["gemm"].in_force),
         ).run()
 
     def _commit_drafts(self, result: StepResult, drafts: DraftedRows, *, fused: bool) -> torch.Tensor:

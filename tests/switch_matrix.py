@@ -44,6 +44,7 @@ K3_PROFILES = dict(PROFILES)
 if "cute" in PROFILES:
     K3_PROFILES["cute_attention"] = {"attention": "cute", "latent_norm_rope": "cute"}
     K3_PROFILES["cute_low_m"] = {"gemm": "low_m", "attention": "cute", "latent_norm_rope": "cute", "merged_qkv_a": "on"}
+    K3_PROFILES["persistent"] = K3_PROFILES["cute_low_m"] | {"gemm": "persistent"}
 DUMMY = None
 
 

@@ -174,7 +174,7 @@ def test_every_backend_is_asked_about(model):
         name: fast_paths.attention_obstacle(name, model, own_pool(model))
         for name in ("triton", "cute", "causal_fixup", "flashinfer")
     }
-    assert backends["gemm"] == {"low_m": fast_paths.low_m_obstacle(model)}
+    assert backends["gemm"] == {"low_m": fast_paths.low_m_obstacle(model), "persistent": fast_paths.persistent_obstacle(model)}
 
 
 def test_attention_of_a_pool_in_another_dtype(model):

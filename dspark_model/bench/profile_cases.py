@@ -24,6 +24,7 @@ PROFILES = {
     "cute, merged": {"attention": "cute", "latent_norm_rope": "cute", "merged_qkv_a": "on"},
     "low_m": {"attention": "cute", "latent_norm_rope": "cute", "gemm": "low_m"},
     "low_m, merged": {"attention": "cute", "latent_norm_rope": "cute", "gemm": "low_m", "merged_qkv_a": "on"},
+    "persistent": {"attention": "cute", "latent_norm_rope": "cute", "gemm": "persistent", "merged_qkv_a": "on"},
 }
 
 
@@ -94,7 +95,7 @@ def block_rows(model: MLADSparkForCausalLM, batch: int, context: int, profiles: 
 def block_decode(worker: DFlashWorker, batch: int) -> Callable[[], torch.Tensor]:
     """A call that decodes one block of the worker's requests with the worker's choices."""
     model, resolved = worker.model, worker.resolved
-    low_m = worker._low_m if resolved["gemm"].in_force == "low_m" else None
+    low_m = worker._products.get(resolved["gemm"].in_force)
     paths = StepPaths.of(resolved, keep_logits=False).of_block(low_m, worker._side)
     shared = block_context(worker, batch, paths)
     x = model.embed_block(torch.arange(batch, device=model.device) + 2, worker.block_rows)

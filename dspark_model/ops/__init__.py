@@ -7,6 +7,17 @@ float32, and a result is rounded once, when it is stored in the tensor's dtype.
 
 from dspark_model.ops.absorb_queries import absorb_queries
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
+from dspark_model.ops.between_attentions import (
+    MAX_BETWEEN_ROWS,
+    AfterAttention,
+    BeforeAttention,
+    BetweenOutput,
+    BetweenSizes,
+    BetweenWorkspace,
+    NormedBy,
+    between_attentions,
+    between_attentions_refusal,
+)
 from dspark_model.ops.block_attention import block_attention, block_attention_refusal
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.confidence import confidence
@@ -36,18 +47,25 @@ from dspark_model.ops.step_commit import SlotDrafts, step_commit
 from dspark_model.ops.step_prologue import BlockShape, GivenRows, SlotTables, StepRows, step_prologue
 
 __all__ = [
+    "MAX_BETWEEN_ROWS",
     "NO_TOKEN",
     "Acceptance",
+    "AfterAttention",
+    "BeforeAttention",
+    "BetweenOutput",
+    "BetweenSizes",
+    "BetweenWorkspace",
     "BlockRows",
     "BlockShape",
-    "ContextRows",
     "ChainWorkspace",
+    "ContextRows",
     "GivenRows",
     "LengthAdvance",
     "LowMProduct",
     "LowMTile",
     "LowMWorkspace",
     "MarkovChainOutput",
+    "NormedBy",
     "PoolGeometry",
     "RowAddresses",
     "SlotDrafts",
@@ -55,12 +73,14 @@ __all__ = [
     "StepRows",
     "absorb_queries",
     "accept_exact",
+    "between_attentions",
+    "between_attentions_refusal",
     "block_attention",
     "block_attention_refusal",
     "block_fixup",
     "can_pack",
-    "context_rows",
     "confidence",
+    "context_rows",
     "context_store",
     "decode_block_table",
     "dequantise_rows",

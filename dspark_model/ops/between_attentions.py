@@ -7,7 +7,7 @@ import torch
 
 from dspark_model.ops.low_m_linear import low_m_linear
 
-MAX_ROWS = 32
+MAX_BETWEEN_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class BetweenWorkspace:
 
     def __init__(self, sizes: BetweenSizes, device: torch.device):
         self.sizes = sizes
-        facts = [_facts(sizes, MAX_ROWS, following, device) for following in (False, True)]
+        facts = [_facts(sizes, MAX_BETWEEN_ROWS, following, device) for following in (False, True)]
         self.parts = torch.zeros(max(f.num_parts for f in facts), dtype=torch.int64, device=device)
         self.squares = torch.zeros(max(f.num_squares for f in facts), dtype=torch.float32, device=device)
         self.counters = tuple(torch.zeros(f.num_counters, dtype=torch.int32, device=device) for f in facts)
@@ -194,8 +194,8 @@ def _cute(values, residual, after, before, sizes: BetweenSizes, workspace: Betwe
     ):
         raise ValueError(f"between_attentions: the BetweenWorkspace is for {own}, these weights are {sizes}; make one for them")
     reason = between_attentions_refusal(own, values.dtype, device)
-    if reason is None and not 1 <= rows <= MAX_ROWS:
-        reason = f"it takes 1 to {MAX_ROWS} rows, got {rows}"
+    if reason is None and not 1 <= rows <= MAX_BETWEEN_ROWS:
+        reason = f"it takes 1 to {MAX_BETWEEN_ROWS} rows, got {rows}"
     if reason is not None:
         raise ValueError(f"between_attentions=cute: {reason}; choose torch")
 

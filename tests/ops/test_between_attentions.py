@@ -1,0 +1,324 @@
+"""`between_attentions`: the torch form is `low_m_linear`'s products in turn; the CuTe form keeps their bounds, product by product."""
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_kit import watched_memory
+from torch.nn.functional import silu
+
+from dspark_model.ops import (
+    AfterAttention,
+    BeforeAttention,
+    BetweenOutput,
+    BetweenSizes,
+    BetweenWorkspace,
+    NormedBy,
+    between_attentions,
+    between_attentions_refusal,
+)
+from dspark_model.ops.between_attentions import _sizes_refusal
+from dspark_model.testing import assert_bitwise_equal, poison_
+
+K3 = BetweenSizes(hidden=7168, values=1024, intermediate=1792, q_rank=1536, width=2112, queries=1536)
+# Fewer boxes than CTAs in every product; and some CTAs with two tiles of one product and none of the next.
+SMALL = BetweenSizes(hidden=128, values=128, intermediate=128, q_rank=128, width=192, queries=64)
+UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, width=128 + 64, queries=17 * 64)
+EPS = 1e-5
+needs_cute = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
+
+
+def normal(rows: int, depth: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(rows, depth) * depth**-0.5).to(device, dtype)
+
+
+def layers(sizes: BetweenSizes, device: str, dtype: torch.dtype) -> tuple[AfterAttention, BeforeAttention]:
+    def norm(size):
+        return NormedBy((torch.rand(size) + 0.5).to(device, dtype), EPS)
+
+    def weight(rows, depth):
+        return normal(rows, depth, device, dtype)
+
+    s = sizes
+    gate, up = weight(s.intermediate, s.hidden), weight(s.intermediate, s.hidden)
+    after = AfterAttention(weight(s.hidden, s.values), norm(s.hidden), gate, up, weight(s.hidden, s.intermediate))
+    return after, BeforeAttention(norm(s.hidden), weight(s.width, s.hidden), norm(s.q_rank), weight(s.queries, s.q_rank))
+
+
+def inputs(sizes: BetweenSizes, rows: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.randn(rows, size).to(device, dtype) for size in (sizes.values, sizes.hidden))
+
+
+def stages(made: BetweenOutput, values, residual, after: AfterAttention, before: BeforeAttention | None):
+    """Of each product: name, what it was given, its norm, weights, residual and result."""
+    yield "o", values, None, after.o, None, residual, made.h
+    yield "gate_up", made.h, after.norm, after.gate, after.up, None, made.gated
+    yield "down", made.gated, None, after.down, None, made.h, made.hidden
+    if before is not None:
+        yield "qkv_a", made.hidden, before.norm, before.qkv_a, None, None, made.qkv_a
+        yield "q_b", made.qkv_a[:, : before.q_b.shape[1]], before.q_norm, before.q_b, None, None, made.queries
+
+
+def check(made: BetweenOutput, values, residual, after, before) -> None:
+    """Each product within `low_m_linear`'s bound of float64, of what the product before left."""
+    for name, x, norm, weight, up, added, result in stages(made, values, residual, after, before):
+        unit = torch.finfo(x.dtype).eps / 2
+        x, inner = x.double(), x.shape[1] * 2.0**-23
+        if norm is not None:
+            x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+            inner += unit
+        wanted, bound = x @ weight.double().T, inner * (x.abs() @ weight.double().abs().T)
+        if up is not None:
+            factor, factor_bound = x @ up.double().T, inner * (x.abs() @ up.double().abs().T)
+            gate = silu(wanted)
+            wanted, bound = gate * factor, 1.1 * bound * (factor.abs() + factor_bound) + gate.abs() * factor_bound
+        bound += 1.01 * unit * wanted.abs()
+        if added is not None:
+            wanted = wanted + added.double()
+            bound += 1.01 * unit * wanted.abs()
+        distance = (result.double() - wanted).abs()
+        assert (distance <= bound + 1e-12).all(), (name, float((distance / bound).max()))
+        # A box left out of a long sum stays within the bound above, but not within what roundings make together.
+        assert float(distance.norm() / wanted.norm()) < 2 * unit + 2.0**-20, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("following", [True, False])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_reference_matches_float64(rows, following, dtype):
+    after, before = layers(SMALL, "cpu", dtype)
+    given = inputs(SMALL, rows, "cpu", dtype)
+    made = between_attentions(*given, after, before if following else None)
+    check(made, *given, after, before if following else None)
+    assert (made.queries is not None) == (made.qkv_a is not None) == following
+
+
+@pytest.mark.parametrize(
+    ("field", "shape", "message"),
+    [
+        ("o", (128, 64), "wants o"),
+        ("gate", (128, 64), "wants gate"),
+        ("up", (64, 128), "wants up"),
+        ("down", (128, 64), "wants down"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(field, shape, message):
+    after, before = layers(SMALL, "cpu", torch.float32)
+    with pytest.raises(ValueError, match=message):
+        between_attentions(
+            *inputs(SMALL, 2, "cpu", torch.float32), dataclasses.replace(after, **{field: torch.zeros(shape)}), before
+        )
+
+
+def test_rows_that_do_not_fit_are_refused():
+    after, before = layers(SMALL, "cpu", torch.float32)
+    values, residual = inputs(SMALL, 2, "cpu", torch.float32)
+    for rows, added, message in (
+        (values, residual[:1], "wants residual"),
+        (values, residual.bfloat16(), "bfloat16"),
+        (values[0], residual, r"values \[M, V\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            between_attentions(rows, added, after, before)
+    with pytest.raises(ValueError, match="qkv_a"):
+        between_attentions(values, residual, after, dataclasses.replace(before, qkv_a=before.qkv_a[:64]))
+    with pytest.raises(ValueError, match="no backend numpy"):
+        between_attentions(values, residual, after, before, backend="numpy")
+    with pytest.raises(ValueError, match="needs a BetweenWorkspace on cpu, got none"):
+        between_attentions(values, residual, after, before, backend="cute")
+
+
+def test_refusals_name_the_reason():
+    assert _sizes_refusal(K3) is None
+    assert "hidden=7200, no multiple of 128" in _sizes_refusal(dataclasses.replace(K3, hidden=7200))
+    assert "width=2100" in _sizes_refusal(dataclasses.replace(K3, width=2100))
+    reason = between_attentions_refusal(K3, torch.bfloat16, torch.device("cpu"))
+    assert "CUDA" in reason or "not installed" in reason
+
+
+@needs_cute
+@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
+@pytest.mark.parametrize("ctas", [132, 114, 7])
+def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
+    from dspark_kernels.cute.between_attentions_schedule import LANES, SHARED_BYTES, Facts, owner, share
+
+    for lanes, following in itertools.product(LANES, (False, True)):
+        facts = Facts(
+            torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
+            sizes.queries, following, ctas,
+        )  # fmt: skip
+        assert [product.name for product in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
+        assert facts.stages * 2 * facts.depth * (64 + lanes) + 4096 <= SHARED_BYTES
+        for product, pieces in zip(facts.products, facts.pieces, strict=True):
+            total = product.tiles * product.boxes
+            owners = [owner(box, product, ctas) for box in range(total)]
+            for cta in range(ctas):
+                first, last = share(cta, total, ctas), share(cta + 1, total, ctas)
+                assert owners[first:last] == [cta] * (last - first)
+            for tile in range(product.tiles):
+                parts = set(owners[tile * product.boxes : (tile + 1) * product.boxes])
+                assert len(parts) <= pieces
+                assert parts == set(range(min(parts), max(parts) + 1))
+            # Who finishes a tile multiplies for the product too, and so has read which launch this is.
+            finishers = [cta for cta in range(ctas) if share(cta, product.tiles, ctas) < share(cta + 1, product.tiles, ctas)]
+            assert set(finishers) <= set(owners)
+            assert facts.num_parts >= product.tiles * pieces * 64 * lanes
+
+
+COMPILE = r"""
+import json, re
+import torch
+from dspark_kernels.cute.between_attentions import compile_between_attentions
+from dspark_kernels.cute.between_attentions_schedule import Facts
+
+results = []
+for lanes, following in ((8, True), (32, False)):
+    facts = Facts(torch.bfloat16, lanes, 7168, 1024, 1792, 1536, 576, 1536, following, 132)
+    ptx = compile_between_attentions(facts, "sm_90a").__ptx__
+    results.append(
+        {
+            "target": re.search(r"\.target (\w+)", ptx)[1],
+            "products": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{lanes}k16.f32.bf16.bf16"),
+            "words": "st.relaxed.gpu.global.v2.b64" in ptx and "ld.relaxed.gpu.global.v2.b64" in ptx,
+            "cached_weights": "ld.global.nc" in ptx,
+            "spilled": ".local" in ptx,
+        }
+    )
+print(json.dumps(results))
+"""
+
+
+@needs_cute
+def test_compiles_to_wgmma_without_a_gpu(tmp_path):
+    root = Path(__file__).parent.parent.parent
+    settings = {
+        "CUTE_DSL_ARCH": "sm_90a",
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(tmp_path),
+        "CUTE_DSL_NO_CACHE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])),
+    }
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for result, products in zip(json.loads(done.stdout.splitlines()[-1]), (5, 3), strict=True):
+        # 8 instructions of 16 values for a box of 128.
+        assert (result["target"], result["products"]) == ("sm_90a", 8 * products)
+        assert result["words"]
+        assert not result["spilled"]
+        # What other CTAs write during the launch must not be read through the cache for constants.
+        assert not result["cached_weights"]
+
+
+CUDA = torch.device("cuda")
+
+
+def cute(given, after, before, workspace) -> BetweenOutput:
+    return between_attentions(*given, after, before, backend="cute", workspace=workspace)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("following", [True, False])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17, 28, 32])
+@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
+def test_each_product_keeps_its_bound(sizes, rows, following):
+    after, before = layers(sizes, "cuda", torch.bfloat16)
+    before = before if following else None
+    workspace = BetweenWorkspace(sizes, CUDA)
+    poison_(workspace.squares)
+    given = inputs(sizes, rows, "cuda", torch.bfloat16)
+    weights = [after.o, after.gate, after.up, after.down, after.norm.weight]
+    with watched_memory(*given, *weights):
+        made = cute(given, after, before, workspace)
+    check(made, *given, after, before)
+
+
+@pytest.mark.gpu
+def test_launches_of_all_forms_share_a_workspace_and_repeat_their_bits():
+    """Beside a stream that keeps the memory busy, so that programs arrive in many orders."""
+    workspace, cases = BetweenWorkspace(K3, CUDA), []
+    weights = [layers(K3, "cuda", torch.bfloat16) for _ in range(2)]
+    for rows, following in ((7, True), (28, True), (7, False), (13, True), (32, False)):
+        given = inputs(K3, rows, "cuda", torch.bfloat16)
+        cases += [(given, after, before if following else None) for after, before in weights]
+    first = [cute(*case, workspace) for case in cases]
+    for made, (given, after, before) in zip(first, cases, strict=True):
+        check(made, *given, after, before)
+    noise, side = torch.zeros(1 << 24, device=CUDA), torch.cuda.Stream()
+    differing = torch.zeros((), dtype=torch.int64, device=CUDA)
+    for turn in range(1000):
+        if turn % 10 == 0:
+            with torch.cuda.stream(side):
+                noise.mul_(1.0)
+        index = (7 * turn + turn // 3) % len(cases)
+        for ours, wanted in zip(dataclasses.astuple(cute(*cases[index], workspace)), dataclasses.astuple(first[index])):
+            if wanted is not None:
+                differing += (ours != wanted).sum()
+    assert int(differing) == 0
+
+
+@pytest.mark.gpu
+def test_a_rows_bits_do_not_depend_on_the_others():
+    after, before = layers(K3, "cuda", torch.bfloat16)
+    workspace, (values, residual) = BetweenWorkspace(K3, CUDA), inputs(K3, 32, "cuda", torch.bfloat16)
+    values[9], residual[11] = float("nan"), float("inf")
+    all_rows = cute((values, residual), after, before, workspace)
+    for first, count in ((0, 1), (0, 8), (3, 6), (12, 16), (13, 17)):
+        rows = slice(first, first + count)
+        some = cute((values[rows].clone(), residual[rows].clone()), after, before, workspace)
+        for name in ("h", "gated", "hidden", "qkv_a", "queries"):
+            assert_bitwise_equal(getattr(some, name), getattr(all_rows, name)[rows], name)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_changed_inputs():
+    after, before = layers(K3, "cuda", torch.bfloat16)
+    workspace, given = BetweenWorkspace(K3, CUDA), inputs(K3, 7, "cuda", torch.bfloat16)
+    cute(given, after, before, workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = cute(given, after, before, workspace)
+        again = cute((given[0], made.hidden), after, None, workspace)
+    for _ in range(50):
+        for tensor in given:
+            tensor.copy_(torch.randn(tensor.shape))
+        graph.replay()
+        wanted = cute(given, after, before, workspace)
+        assert_bitwise_equal(made.queries, wanted.queries)
+        assert_bitwise_equal(again.hidden, cute((given[0], wanted.hidden), after, None, workspace).hidden)
+
+
+@pytest.mark.gpu
+def test_counters_wrap_around():
+    after, before = layers(SMALL, "cuda", torch.bfloat16)
+    workspace, given = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
+    wanted = cute(given, after, before, workspace)
+    launches = 2**31 - 2
+    *products, _ = workspace.counters[1].tolist()  # each finished tile once
+    workspace.counters[1].copy_(torch.tensor([(launches * tiles + 2**31) % 2**32 - 2**31 for tiles in (*products, 1)]))
+    for _ in range(5):
+        made = cute(given, after, before, workspace)
+        assert_bitwise_equal(made.queries, wanted.queries)
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_does_not_take_is_refused():
+    after, before = layers(SMALL, "cuda", torch.bfloat16)
+    workspace, (values, residual) = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
+    for given, message in (
+        (inputs(SMALL, 33, "cuda", torch.bfloat16), "1 to 32 rows, got 33"),
+        (inputs(SMALL, 0, "cuda", torch.bfloat16), "1 to 32 rows, got 0"),
+        ((torch.stack((values, values), 1)[:, 0], residual), "values contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cute(given, after, before, workspace)
+    with pytest.raises(ValueError, match="make one for them"):
+        cute((values, residual), after, before, BetweenWorkspace(UNEVEN, CUDA))
