@@ -126,8 +126,8 @@ def resolve_runtime(runtime: RuntimeConfig, surroundings: Surroundings) -> Resol
     backend = _resolve_backend("latent_norm_rope", runtime.latent_norm_rope, surroundings)
     direct = surroundings.obstacles["direct_pool_write"] or _direct_write_obstacle(backend.in_force, surroundings)
     merged = _resolve_backend("merged_qkv_a", runtime.merged_qkv_a, surroundings)
-    products = dict(surroundings.backends["gemm"])
-    products[Gemm.PERSISTENT] = products[Gemm.PERSISTENT] or _persistent_obstacle(merged.in_force)
+    products = dict(surroundings.backends.get("gemm", {}))
+    products[Gemm.PERSISTENT] = products.get(Gemm.PERSISTENT) or _persistent_obstacle(merged.in_force)
     surroundings = replace(
         surroundings,
         obstacles={**surroundings.obstacles, "direct_pool_write": direct},

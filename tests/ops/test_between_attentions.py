@@ -158,17 +158,19 @@ def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
         assert facts.stages * 2 * facts.depth * (64 + lanes) + 4096 <= SHARED_BYTES
         for product, pieces in zip(facts.products, facts.pieces, strict=True):
             total = product.tiles * product.boxes
-            owners = [owner(box, product, ctas) for box in range(total)]
+            owners = [owner(box, product) for box in range(total)]
             for cta in range(ctas):
-                first, last = share(cta, total, ctas), share(cta + 1, total, ctas)
+                first, last = share(cta, total, product)
                 assert owners[first:last] == [cta] * (last - first)
             for tile in range(product.tiles):
+                # The finisher waits for a part of every CTA from the first to the last.
                 parts = set(owners[tile * product.boxes : (tile + 1) * product.boxes])
                 assert len(parts) <= pieces
                 assert parts == set(range(min(parts), max(parts) + 1))
+            finished = [tile for cta in range(ctas) for tile in range(*share(cta, product.tiles, product))]
+            assert finished == list(range(product.tiles))
             # Who finishes a tile multiplies for the product too, and so has read which launch this is.
-            finishers = [cta for cta in range(ctas) if share(cta, product.tiles, ctas) < share(cta + 1, product.tiles, ctas)]
-            assert set(finishers) <= set(owners)
+            assert {cta for cta in range(ctas) if len(range(*share(cta, product.tiles, product)))} <= set(owners)
             assert facts.num_parts >= product.tiles * pieces * 64 * lanes
 
 

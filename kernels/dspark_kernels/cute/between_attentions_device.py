@@ -43,7 +43,7 @@ def _multiply(mma, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         total = product.tiles * product.boxes
-        at, last = share(cta, total, facts.ctas), share(cta + 1, total, facts.ctas)
+        at, last = share(cta, total, product)
         while at < last:
             tile = at // product.boxes
             count = cutlass.min(product.boxes - at % product.boxes, last - at)
@@ -68,7 +68,7 @@ def _multiply(mma, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
                 _join(sums, shared, group, tiles_done, thread, facts)
             tiles_done += 1
             if group == 0:
-                piece = tile * facts.pieces[index] + cta - owner(tile * product.boxes, product, facts.ctas)
+                piece = tile * facts.pieces[index] + cta - owner(tile * product.boxes, product)
                 store_part(sums, work, piece, tag(launch, index, facts), thread, facts)
             at += count
         if group == 0:

@@ -39,7 +39,8 @@ def fetch_weights(maps, shared: Shared, facts: cutlass.Constexpr):
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         total = product.tiles * product.boxes
-        for at in cutlass.range(share(cta, total, facts.ctas), share(cta + 1, total, facts.ctas), unroll=1):
+        first, last = share(cta, total, product)
+        for at in cutlass.range(first, last, unroll=1):
             stage = acquire(shared, done, facts.stages)
             if done >= facts.ahead:
                 before = done - facts.ahead
@@ -73,7 +74,7 @@ def fetch_x(maps, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         total = product.tiles * product.boxes
-        first, last = share(cta, total, facts.ctas), share(cta + 1, total, facts.ctas)
+        first, last = share(cta, total, product)
         if first < last:
             if cutlass.const_expr(index > 0):
                 wait_for(work.counters + index - 1, launch * facts.products[index - 1].tiles)

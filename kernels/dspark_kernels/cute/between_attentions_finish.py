@@ -246,8 +246,8 @@ def _finish_tile(
 ):  # fmt: skip
     """One tile of a product."""
     product, most = facts.products[index], facts.pieces[index]
-    first_owner = owner(number * product.boxes, product, facts.ctas)
-    count = owner((number + 1) * product.boxes - 1, product, facts.ctas) - first_owner + 1
+    first_owner = owner(number * product.boxes, product)
+    count = owner((number + 1) * product.boxes - 1, product) - first_owner + 1
     squares_at = (index * facts.squares + number) * facts.lanes
     tile = Tile(number, number * most, count, tag(launch, index, facts), squares_at)
     if cutlass.const_expr(product.name == "o"):
@@ -287,7 +287,7 @@ def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_ro
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         before = (index - 1) * facts.squares * facts.lanes  # sums of squares of the product before
-        first_tile, last_tile = share(cta, product.tiles, facts.ctas), share(cta + 1, product.tiles, facts.ctas)
+        first_tile, last_tile = share(cta, product.tiles, product)
         if first_tile < last_tile:
             if cutlass.const_expr(index > 0):
                 wait_for(work.counters + index - 1, launch * facts.products[index - 1].tiles)

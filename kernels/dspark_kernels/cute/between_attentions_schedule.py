@@ -21,12 +21,14 @@ SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 class Product:
     """One weight, or two where it is gated: then a tile holds 32 rows of each.
 
-    normed: x is RMSNormed, which the product before has prepared.  tiles; boxes: of a tile.
+    tiles; boxes: of a tile; ctas: that share them, each with one box or more.
+    normed: x is RMSNormed, which the product before has prepared.
     """
 
     name: str
     tiles: int
     boxes: int
+    ctas: int
     normed: bool = False
     gated: bool = False
 
@@ -56,14 +58,18 @@ class Facts:
 
     @property
     def products(self) -> tuple[Product, ...]:
+        def product(name: str, rows: int, depth: int, **kind) -> Product:
+            tiles, boxes = rows // ROWS, depth // self.depth
+            return Product(name, tiles, boxes, min(self.ctas, tiles * boxes), **kind)
+
         own = (
-            Product("o", self.hidden // ROWS, self.values // self.depth),
-            Product("gate_up", self.intermediate // (ROWS // 2), self.hidden // self.depth, normed=True, gated=True),
-            Product("down", self.hidden // ROWS, self.intermediate // self.depth),
+            product("o", self.hidden, self.values),
+            product("gate_up", 2 * self.intermediate, self.hidden, normed=True, gated=True),
+            product("down", self.hidden, self.intermediate),
         )
         next_layers = (
-            Product("qkv_a", (self.q_rank + self.latent) // ROWS, self.hidden // self.depth, normed=True),
-            Product("q_b", self.queries // ROWS, self.q_rank // self.depth, normed=True),
+            product("qkv_a", self.q_rank + self.latent, self.hidden, normed=True),
+            product("q_b", self.queries, self.q_rank, normed=True),
         )
         return own + next_layers if self.following else own
 
@@ -71,10 +77,7 @@ class Facts:
     def pieces(self) -> tuple[int, ...]:
         """The most CTAs that share a tile, by product."""
         return tuple(
-            max(
-                owner((tile + 1) * p.boxes - 1, p, self.ctas) - owner(tile * p.boxes, p, self.ctas) + 1
-                for tile in range(p.tiles)
-            )
+            max(owner((tile + 1) * p.boxes - 1, p) - owner(tile * p.boxes, p) + 1 for tile in range(p.tiles))
             for p in self.products
         )
 
@@ -105,14 +108,17 @@ class Facts:
         return most * ROWS * self.lanes
 
 
-def share(cta, length: int, ctas: int):
-    """Where a CTA's part of a list begins."""
-    return cta * length // ctas
+def share(cta, length: int, product: Product):
+    """Where a CTA's part of a list of a product's boxes or tiles begins, and where it ends.  cta: an int or a DSL integer."""
+    first, last = cta * length // product.ctas, (cta + 1) * length // product.ctas
+    if isinstance(cta, int):
+        return (first, last) if cta < product.ctas else (0, 0)
+    return cutlass.min(first, length), cutlass.min(last, length)
 
 
-def owner(at, product: Product, ctas: int):
+def owner(at, product: Product):
     """The CTA whose part of a product's boxes holds this one: the inverse of `share`."""
-    return ((at + 1) * ctas - 1) // (product.tiles * product.boxes)
+    return ((at + 1) * product.ctas - 1) // (product.tiles * product.boxes)
 
 
 class Weights(NamedTuple):
