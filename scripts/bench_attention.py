@@ -24,8 +24,8 @@ SECONDS_TO_BUILD = 60
 # and the causal kernel's result is rounded once more.
 BOUNDS = {"triton": 1.2, "cute": 1.3, "causal_fixup": 1.6}
 FLASHINFER = "flashinfer fa3"
-# The same with W_UV behind it, `cute`: in a launch of its own, in the merge's launch, and in one that may start early.
-APART, MERGED, EARLY = VALUES = ("values apart", "values merged", "values early")
+# The same with W_UV behind it, `cute`: in a launch of its own, and in the merge's launch.
+APART, MERGED = VALUES = ("values apart", "values merged")
 
 
 def main() -> int:
@@ -96,7 +96,6 @@ def check_values(case, calls: dict, errors: dict) -> None:
     variants = {
         APART: partial(case.run_with_product_apart, backend="cute", value_weights=weights),
         MERGED: partial(case.run, backend="cute", value_weights=weights),
-        EARLY: partial(case.run_with_early_merge, value_weights=weights),
     }
     for name, call in variants.items():
         check(name, lambda call=call: call, calls, errors, error_of, BOUNDS["cute"] * rounded)

@@ -48,13 +48,6 @@ class AttentionCase:
         ops.per_head_product(attended, value_weights, out=values, backend="triton")
         return values
 
-    def run_with_early_merge(self, pool: int, *, value_weights: torch.Tensor) -> torch.Tensor:
-        """The same values by `cute`, whose merge may start beside the attention."""
-        from dspark_kernels.cute.block_attention import block_attention
-
-        options = {"kv_lora_rank": RANK, "softmax_scale": SCALE, "value_weights": value_weights, "merge_early": True}
-        return block_attention(*self.inputs(pool), **options)
-
     def value_weights(self) -> torch.Tensor:
         """W_UV as a drafter has it: [heads, RANK, VALUE_WIDTH], a view of rows of kv_b_proj."""
         draw, device = torch.Generator(self.queries.device).manual_seed(8), self.queries.device

@@ -155,7 +155,7 @@ def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
             sizes.queries, following, ctas,
         )  # fmt: skip
         assert [product.name for product in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
-        assert facts.stages * 2 * facts.depth * (64 + lanes) + 4096 <= SHARED_BYTES
+        assert facts.stages * 2 * 128 * (64 + lanes) + 4096 <= SHARED_BYTES
         for product, pieces in zip(facts.products, facts.pieces, strict=True):
             total = product.tiles * product.boxes
             owners = [owner(box, product) for box in range(total)]

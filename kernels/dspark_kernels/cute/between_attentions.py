@@ -9,10 +9,10 @@ import torch
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-from dspark_kernels.cute.between_attentions_device import between_attentions_kernel
+from dspark_kernels.cute.between_attentions_device import THREADS, between_attentions_kernel
 from dspark_kernels.cute.between_attentions_fetch import Maps
-from dspark_kernels.cute.between_attentions_meet import GROUP, SWIZZLE, WARP
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Facts, Rows, Weights, Workspace
+from dspark_kernels.cute.between_attentions_meet import SWIZZLE
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Facts, Rows, Weights, Workspace
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
@@ -44,23 +44,23 @@ def _launch(
 ):
     f, lanes = facts, facts.lanes
     weight_maps = [
-        [_map(weights.o, f.hidden, f.values, ROWS, f.depth)],
+        [_map(weights.o, f.hidden, f.values, ROWS, DEPTH)],
         [_map(side, f.intermediate, f.hidden, ROWS // 2, SWIZZLE) for side in (weights.gate, weights.up)],
-        [_map(weights.down, f.hidden, f.intermediate, ROWS, f.depth)],
+        [_map(weights.down, f.hidden, f.intermediate, ROWS, DEPTH)],
     ]
     x_maps = [
-        _map(rows.values, num_rows, f.values, lanes, f.depth),
-        _map(rows.scaled_h, num_rows, f.hidden, lanes, f.depth),
-        _map(rows.gated, num_rows, f.intermediate, lanes, f.depth),
+        _map(rows.values, num_rows, f.values, lanes, DEPTH),
+        _map(rows.scaled_h, num_rows, f.hidden, lanes, DEPTH),
+        _map(rows.gated, num_rows, f.intermediate, lanes, DEPTH),
     ]
     if cutlass.const_expr(f.following):
         weight_maps += [
-            [_map(weights.qkv_a, f.q_rank + f.latent, f.hidden, ROWS, f.depth)],
-            [_map(weights.q_b, f.queries, f.q_rank, ROWS, f.depth)],
+            [_map(weights.qkv_a, f.q_rank + f.latent, f.hidden, ROWS, DEPTH)],
+            [_map(weights.q_b, f.queries, f.q_rank, ROWS, DEPTH)],
         ]
         x_maps += [
-            _map(rows.scaled_hidden, num_rows, f.hidden, lanes, f.depth),
-            _map(rows.scaled_q_a, num_rows, f.q_rank, lanes, f.depth),
+            _map(rows.scaled_hidden, num_rows, f.hidden, lanes, DEPTH),
+            _map(rows.scaled_q_a, num_rows, f.q_rank, lanes, DEPTH),
         ]
     operation = warpgroup.MmaF16BF16Op(
         ELEMENTS[f.dtype], cutlass.Float32, (ROWS, lanes, 16), warpgroup.OperandSource.SMEM, OperandMajorMode.K,
@@ -70,7 +70,7 @@ def _launch(
     between_attentions_kernel(
         weight_maps, x_maps, mma, weights, rows, work, num_rows, [eps_mlp, eps_attention, eps_q_a], facts
     ).launch(
-        grid=(facts.ctas, 1, 1), block=(GROUP * (facts.multipliers + 1) + 2 * WARP, 1, 1), stream=stream, use_pdl=facts.pdl, cooperative=not facts.pdl
+        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
     )  # fmt: skip
 
 

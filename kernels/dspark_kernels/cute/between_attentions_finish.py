@@ -26,7 +26,7 @@ from dspark_kernels.cute.between_attentions_meet import (
 from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Rows, Weights, Workspace, owner, share
 from dspark_kernels.cute.block_attention_schedule import values_at
 
-IN_FLIGHT = 8  # vectors of parts that a thread loads at a time: more do not fit in its registers
+IN_FLIGHT = 12  # vectors of parts that a thread loads at a time: more do not fit in its registers
 
 
 class Tile(NamedTuple):

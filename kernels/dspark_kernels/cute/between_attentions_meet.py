@@ -9,21 +9,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Workspace
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Workspace
 
 WARP, GROUP = 32, 128
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
-FINISHERS, GIVEN, TAKEN, MULTIPLIED = 1, 2, 3, 4  # named barriers; of the last kind one for each product
+FINISHERS, MULTIPLIED = 1, 2  # named barriers; of the second kind one for each product
 
 
 class Shared(NamedTuple):
-    """weights [64, 128, stage], x [lanes, 128, stage]; float32: sums [4, lanes], other [64, lanes], rms [lanes]; mbarriers of each stage: for
+    """weights [64, 128, stage], x [lanes, 128, stage]; float32: sums [4, lanes], rms [lanes]; mbarriers of each stage: for
     its weights, its x, and for both to be used."""
 
     weights: cute.Tensor
     x: cute.Tensor
     sums: cute.Tensor
-    other: cute.Tensor
     rms: cute.Tensor
     landed: cute.Pointer
     met: cute.Pointer
@@ -33,8 +32,8 @@ class Shared(NamedTuple):
 @cute.jit
 def boxes_layout(rows: cutlass.Constexpr, facts: cutlass.Constexpr):
     """[rows, depth, stage]: swizzled blocks of 64 columns, one behind the other."""
-    blocks = facts.depth // SWIZZLE
-    return cute.make_layout((rows, (SWIZZLE, blocks), facts.stages), stride=(SWIZZLE, (1, rows * SWIZZLE), rows * facts.depth))
+    blocks = DEPTH // SWIZZLE
+    return cute.make_layout((rows, (SWIZZLE, blocks), facts.stages), stride=(SWIZZLE, (1, rows * SWIZZLE), rows * DEPTH))
 
 
 @cute.jit
@@ -43,10 +42,9 @@ def allocate(facts: cutlass.Constexpr):
     weights = allocator.allocate_tensor(dtype, boxes_layout(ROWS, facts), 1024, swizzle)
     x = allocator.allocate_tensor(dtype, boxes_layout(facts.lanes, facts), 1024, swizzle)
     sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(4 * GROUP), 16)
-    other = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((facts.multipliers - 1) * ROWS * facts.lanes + 4), 16)
     rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
     barriers = [allocator.allocate_array(cutlass.Int64, facts.stages) for _ in range(3)]
-    return Shared(weights, x, sums, other, rms, *barriers)
+    return Shared(weights, x, sums, rms, *barriers)
 
 
 @cute.jit

@@ -1,6 +1,6 @@
 """What the CTAs of `between_attentions` agree on: the products, who multiplies which part of a weight, and who finishes a tile.
 
-A weight [N, K] is cut into tiles of 64 rows, and a tile into boxes of 64 x 64 values.  The boxes of a product form one list,
+A weight [N, K] is cut into tiles of 64 rows, and a tile into boxes of 64 x 128 values.  The boxes of a product form one list,
 tile after tile, of which each CTA takes an equal part; what it has of a tile goes to a workspace, and one CTA finishes it.
 """
 
@@ -12,7 +12,7 @@ import cutlass.cute as cute
 import torch
 
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
-ROWS = 64  # of a box
+ROWS, DEPTH = 64, 128  # of a box
 LANES = (8, 16, 32)  # classes of row counts
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 
@@ -51,15 +51,11 @@ class Facts:
     queries: int
     following: bool
     ctas: int
-    pdl: bool = False
-    ahead: int = 2
-    multipliers: int = 2
-    depth: int = 128
 
     @property
     def products(self) -> tuple[Product, ...]:
         def product(name: str, rows: int, depth: int, **kind) -> Product:
-            tiles, boxes = rows // ROWS, depth // self.depth
+            tiles, boxes = rows // ROWS, depth // DEPTH
             return Product(name, tiles, boxes, min(self.ctas, tiles * boxes), **kind)
 
         own = (
@@ -93,8 +89,7 @@ class Facts:
     @property
     def stages(self) -> int:
         """Boxes that are under way in a CTA, with the rows of x that meet them."""
-        taken = (4 << 10) + 4 * (self.multipliers - 1) * ROWS * self.lanes
-        return (SHARED_BYTES - taken) // (2 * self.depth * (ROWS + self.lanes))
+        return (SHARED_BYTES - (4 << 10)) // (2 * DEPTH * (ROWS + self.lanes))
 
     @property
     def num_counters(self) -> int:

@@ -323,8 +323,8 @@ def block_attention_kernel(
     shared = allocate(facts)
     if thread == 0:
         set_up_barriers(shared)
-    if cutlass.const_expr(facts.merge_early):
-        cute.arch.griddepcontrol_launch_dependents()
+    # The merge's CTAs take the multiprocessors that are left, or those that become free, and wait there for all parts.
+    cute.arch.griddepcontrol_launch_dependents()
     own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)
     total = total_tiles(requests, tiles_end, facts)
     tile, last = share(total, cta, facts), share(total, cta + 1, facts)
@@ -340,5 +340,3 @@ def block_attention_kernel(
         _consume(
             first_mma, score_mma, value_mma, queries, requests, work, shared, tile, last, own, tiles_end, scale, facts
         )  # fmt: skip
-        if cutlass.const_expr(not facts.merge_early):
-            cute.arch.griddepcontrol_launch_dependents()  # the first thread to say it speaks for its CTA

@@ -20,7 +20,6 @@ class Facts:
     value_width: columns of the heads' matrices that the merge multiplies by; 0: none, the latents are the result.
     group_rows: block rows of a head that a cluster takes where the merge multiplies: 4 or 8; the bits are the same.
     value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
-    merge_early: the merge's CTAs may start as soon as those of the attention have started, and wait beside them.
     """
 
     dtype: torch.dtype
@@ -36,7 +35,6 @@ class Facts:
     value_width: int = 0
     group_rows: int = 8
     value_chunks: bool = True
-    merge_early: bool = False
 
     @property
     def queries(self) -> int:
