@@ -114,6 +114,7 @@ def attention_obstacle(backend: str, model: MLADSparkForCausalLM, pool: PagedLat
         page_size=pool.config.page_size,
         heads=config.num_attention_heads,
         causal=config.is_causal,
+        window=pool.config.context_window,
         fp8_pool=fp8_pool,
     )
     if reason is not None:

@@ -51,14 +51,22 @@ class PagedLatents:
     def pages_for(self, rows: int) -> int:
         return -(-rows // self.config.page_size)
 
-    def _set_pages(self, slot: int, pages: Sequence[int]) -> None:
+    def forget(self, slot: int, length: int) -> None:
+        """Give back what no block behind `length` context rows sees; without a window over the context that is nothing."""
+
+    def lacks_pages(self, slot: int, rows: int) -> bool:
+        """Whether `begin_step` with so many rows would need more pages than are promised to the slot."""
+        return False
+
+    def _set_pages(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
+        """The slot's pages from page `first` of its rows on; those before it are gone."""
         on_cuda = self.device.type == "cuda"
         row = torch.full((self.page_table.shape[1],), -1, dtype=torch.int32, pin_memory=on_cuda)
-        row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        row[first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
         # From pinned memory the copy does not wait for the device; torch keeps the memory until it is done.
         self.page_table[slot].copy_(row, non_blocking=True)
         # Not by assignment, which waits for the device.
-        self.num_pages[slot].fill_(len(pages))
+        self.num_pages[slot].fill_(first + len(pages))
 
 
 class LatentKVPool(PagedLatents):
@@ -67,6 +75,9 @@ class LatentKVPool(PagedLatents):
     It keeps exactly kv_lora_rank + qk_rope_head_dim values a token and layer, 5,760 bytes a token at Kimi K3's shape in bf16;
     with dtype float8_e4m3fn the rows of `ops.quantise_rows`, 2,960 bytes.  Memory is not cleared: a row is written before it
     is read.
+
+    With a window over the context a slot is promised the pages that a decode step of it can need.  A longer chunk borrows the
+    others from what is available; its old pages pay them back.
     """
 
     def __init__(
@@ -88,6 +99,9 @@ class LatentKVPool(PagedLatents):
         self._allocator = PageAllocator(pages)
         self._pages: dict[int, list[int]] = {}
         self._promised: dict[int, int] = {}
+        # With a window: the first page that is left, and pages beyond the promise.
+        self._first: dict[int, int] = {}
+        self._borrowed: dict[int, int] = {}
         self._prefixes: set[PrefixHandle] = set()
 
     @property
@@ -114,18 +128,21 @@ class LatentKVPool(PagedLatents):
         """Admit a slot that will hold at most `max_rows` rows, with the rows of `prefix` already there.
 
         Raises:
-            ValueError: the slot is open already, or the prefix is not one that this pool keeps; nothing was changed.
+            ValueError: the slot is open already, the prefix is not one that this pool keeps, or there is a window over the
+                context; nothing was changed.
             CapacityError: the pages for it cannot be promised; nothing was changed.
         """
         if slot in self._pages:
             raise ValueError(f"{what}: slot {slot} of the pool is open already; a pool serves one worker")
         if prefix is not None:
+            self._check_shares_pages()
             self._check_prefix(prefix)
         shared = list(prefix.full_pages) if prefix else []
-        needed = self.pages_for(max_rows) - len(shared)
+        needed = self._most_pages(max_rows) - len(shared)
         self._allocator.promise(needed, what)
         self._allocator.share(shared)
         self._pages[slot], self._promised[slot] = shared, needed
+        self._first[slot] = self._borrowed[slot] = 0
         if prefix and prefix.tail_page is not None:
             self._grow(slot, len(shared) + 1)
             self._copy_rows(prefix.tail_page, self._pages[slot][-1], prefix.num_tokens % self.config.page_size)
@@ -138,37 +155,68 @@ class LatentKVPool(PagedLatents):
 
         Cannot fail for rows within what `open` promised, and never waits for the device; the options are for pools that take a
         table.
+
+        Raises:
+            CapacityError: a chunk needs more pages than its slot was promised, and they are not available; nothing was changed.
         """
         if block_table is not None:
             raise ValueError("block_table was given, but this pool allocates its own pages; leave it out")
-        before = {slot: len(self._pages[slot]) for slot in rows}
-        for slot, count in rows.items():
-            if self._grow(slot, self.pages_for(count)):
-                self._set_pages(slot, self._pages[slot])
+        before = {}
+        try:
+            for slot, count in rows.items():
+                before[slot] = (len(self._pages[slot]), self._borrowed[slot])
+                if self.config.context_window is not None:
+                    self._borrow(slot, count)
+                if self._grow(slot, self.pages_for(count)):
+                    self._set_pages(slot, self._pages[slot], self._first[slot])
+        except CapacityError:
+            self.cancel_step(before)
+            raise
         return before
 
-    def cancel_step(self, before: dict[int, int]) -> None:
+    def cancel_step(self, before: dict[int, tuple[int, int]]) -> None:
         """Return the pages that `begin_step` added, last taken first, so that the next step takes the same ones."""
-        for slot, count in reversed(before.items()):
+        for slot, (count, borrowed) in reversed(before.items()):
             added = self._pages[slot][count:]
             if added:
                 del self._pages[slot][count:]
                 self._allocator.untake(added)
                 self._promised[slot] += len(added)
-                self._set_pages(slot, self._pages[slot])
+                self._set_pages(slot, self._pages[slot], self._first[slot])
+            self._repay(slot, self._borrowed[slot] - borrowed)
+
+    def forget(self, slot: int, length: int) -> None:
+        """With a window: return the pages of rows that no block behind `length` context rows sees."""
+        window = self.config.context_window
+        gone = 0 if window is None else max(0, length - window) // self.config.page_size - self._first[slot]
+        if gone <= 0:
+            return
+        pages = self._pages[slot][:gone]
+        del self._pages[slot][:gone]
+        self._first[slot] += gone
+        self._allocator.untake(pages)
+        self._promised[slot] += gone
+        self._repay(slot, min(self._borrowed[slot], gone))
+        self._set_pages(slot, self._pages[slot], self._first[slot])
+
+    def lacks_pages(self, slot: int, rows: int) -> bool:
+        return self.config.context_window is not None and self._missing(slot, self.pages_for(rows)) > self._promised[slot]
 
     def close(self, slot: int) -> None:
         """Release everything that the slot holds or was promised."""
         self._allocator.drop(self._pages.pop(slot))
         self._allocator.withdraw(self._promised.pop(slot))
+        del self._first[slot], self._borrowed[slot]
         self._set_pages(slot, ())
 
     def retain_prefix(self, slot: int, num_tokens: int) -> PrefixHandle:
         """Keep the slot's first `num_tokens` rows beyond its life; needs one page when they end inside a page.
 
         Raises:
+            ValueError: there is a window over the context.
             CapacityError: that page is not there; nothing was changed.
         """
+        self._check_shares_pages()
         full, tail = divmod(num_tokens, self.config.page_size)
         tail_page = None
         if tail:
@@ -198,8 +246,44 @@ class LatentKVPool(PagedLatents):
                 f"the prefix of {handle.num_tokens} tokens was released already or is of another pool; retain it again"
             )
 
+    def _check_shares_pages(self) -> None:
+        if self.config.context_window is not None:
+            raise ValueError(
+                f"a pool with context_window={self.config.context_window} gives old pages back, so requests share none; leave the "
+                "prefix out, or build the pool without a window"
+            )
+
+    def _most_pages(self, max_rows: int) -> int:
+        """The pages that a slot of at most `max_rows` rows is promised."""
+        window = self.config.context_window
+        if window is None:
+            return self.pages_for(max_rows)
+        # The window, K + 1 rows to verify, as many of a block, and of two steps in flight; they begin and end inside a page.
+        return min(self.pages_for(max_rows), self.pages_for(window + 4 * (self.config.num_drafts + 1)) + 1)
+
+    def _missing(self, slot: int, count: int) -> int:
+        """Pages to take until the slot has its pages up to the `count`-th."""
+        return count - self._first[slot] - len(self._pages[slot])
+
+    def _borrow(self, slot: int, rows: int) -> None:
+        """Promise the slot what a chunk needs beyond its promise."""
+        lacking = self._missing(slot, self.pages_for(rows)) - self._promised[slot]
+        if lacking > 0:
+            what = (
+                f"a chunk up to row {rows} of a pool with context_window={self.config.context_window} (send it in smaller ones)"
+            )
+            self._allocator.promise(lacking, what)
+            self._promised[slot] += lacking
+            self._borrowed[slot] += lacking
+
+    def _repay(self, slot: int, count: int) -> None:
+        """Give a promise back that was borrowed."""
+        self._allocator.withdraw(count)
+        self._promised[slot] -= count
+        self._borrowed[slot] -= count
+
     def _grow(self, slot: int, count: int) -> bool:
-        missing = count - len(self._pages[slot])
+        missing = self._missing(slot, count)
         if missing <= 0:
             return False
         if missing > self._promised[slot]:
@@ -223,6 +307,11 @@ class ExternalLatentPool(PagedLatents):
     def __init__(self, config: PoolConfig, drafter: DrafterConfig, layer_views: Sequence[torch.Tensor], *, divisor: int = 1):
         if not isinstance(divisor, int) or divisor < 1:
             raise ValueError(f"divisor is {divisor!r}, wanted a whole number of at least 1 (encoded offset = page x divisor)")
+        if config.context_window is not None:
+            raise ValueError(
+                f"context_window={config.context_window}: the outside engine decides which pages an external pool gives back; leave "
+                "it out"
+            )
         super().__init__(config, drafter, layer_views)
         self.divisor = divisor
         # Of the last step, at fixed addresses, so that a step allocates nothing: its slots and their rows before it.

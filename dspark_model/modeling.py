@@ -43,7 +43,7 @@ class BlockContext:
 
     layer_views: L tensors [pages, page_size, D]; page_table: int32 [B, P], or the table of all slots with slots int64 [B],
     each request's row of it, -1 for dummy rows; context_lens: int64 [B]; rows: the block's own rows; cos_sin: float32
-    [B, N, r] for them; max_seq_len: host bound on rows.seq_lens.
+    [B, N, r] for them; max_seq_len: host bound on rows.seq_lens; window: see `ops.block_attention`.
     """
 
     layer_views: Sequence[torch.Tensor]
@@ -53,6 +53,7 @@ class BlockContext:
     cos_sin: torch.Tensor
     max_seq_len: int
     slots: torch.Tensor | None = None
+    window: int | None = None
     paths: BlockPaths = PLAIN_PATHS
 
 
@@ -109,6 +110,7 @@ class DrafterLayer(nn.Module):
             causal=self.config.is_causal,
             backend=context.paths.attention,
             slots=context.slots,
+            window=context.window,
             value_weights=value_weights,
         )
 

@@ -23,6 +23,8 @@ class PoolConfig:
     max_positions: served limit in tokens for one request; positions 0 .. max_positions - 1 are allowed.
     num_drafts: largest K that a worker on this pool may draft.
     layout: order of the pool's dimensions.
+    context_window: W bounds the drafter to the last W context rows of a request, whose older pages go back to the pool; None: a
+        block sees the whole context.
     """
 
     page_size: int = 32
@@ -31,10 +33,13 @@ class PoolConfig:
     max_positions: int
     num_drafts: int = 7
     layout: Layout = Layout.LAYER_MAJOR
+    context_window: int | None = None
 
     def __post_init__(self):
-        for name in ("page_size", "num_pages", "max_requests", "max_positions", "num_drafts"):
+        for name in ("page_size", "num_pages", "max_requests", "max_positions", "num_drafts", "context_window"):
             value = getattr(self, name)
+            if name == "context_window" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"pool.{name} is {value!r}, wanted a whole number of at least 1")
         object.__setattr__(self, "layout", _choice("pool.layout", self.layout, Layout))

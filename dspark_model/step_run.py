@@ -295,6 +295,7 @@ class StepRun:
             rows=rows.block,
             cos_sin=rows.cos_sin,
             max_seq_len=min(self._plan.max_length, pool.max_rows),
+            window=pool.config.context_window,
             paths=self._paths.of_block(self._low_m, self._side),
         )
         hidden = model.decode_block(model.embed_block(rows.anchors, self._shape.rows, fused=fused), block)

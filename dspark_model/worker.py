@@ -125,7 +125,8 @@ class DFlashWorker:
             "mask_row": "trained row" if config.mask_embedding else f"embedding of token {config.mask_token_id}",
             "taps": f"target layers {list(config.target_layer_ids)} (0-based, after the layer), {config.aux_hidden_stream}",
             "pool": f"{type(pool).__name__}, {pool.layer_views[0].shape[0]} pages of {pool.config.page_size} tokens, "
-            f"{pool.dtype}, served limit {pool.config.max_positions}",
+            f"{pool.dtype}, served limit {pool.config.max_positions}"
+            + ("" if pool.config.context_window is None else f", the last {pool.config.context_window} rows of a context"),
         }
         graphs, megabytes = self._graphs.num_graphs, self._graphs.memory_bytes / 2**20
         report["graphs"] = f"{graphs} captured, {megabytes:.1f} MiB, {self.num_replays} replays"
@@ -237,10 +238,7 @@ class DFlashWorker:
         return self._step_eager(step_input, resolved, trace)
 
     def _step_captured(self, step_input: StepInput, resolved: ResolvedRuntime) -> StepOutput:
-        rows_per_step = self.num_drafts + 1
-        keys = [key for key in step_input.generation.request_ids if key in self._requests]
-        near_the_limit = any(self._requests[k].length_bound(rows_per_step) >= self._requests[k].max_context for k in keys)
-        self._in_flight.settle(wait=near_the_limit)
+        self._settle_for([self._requests[key] for key in step_input.generation.request_ids if key in self._requests])
         plan = self._checker.plan(step_input, self._requests, read_values=False)
         fused = resolved.takes("fused_prologue")
         before = self.pool.begin_step(plan.rows_needed, step_input.block_table, read_values=False, fused=fused)
@@ -252,6 +250,21 @@ class DFlashWorker:
         self._in_flight.add(plan.requests, outputs.counts)
         return self._output(plan, outputs, resolved, None)
 
+    def _settle_for(self, requests: list[RequestState]) -> None:
+        """Take over the lengths that are there; all of them where a decode step of these requests needs to know."""
+        rows, block = self.num_drafts + 1, self.block_rows
+        near_the_limit = any(request.length_bound(rows) >= request.max_context for request in requests)
+        self._in_flight.settle(wait=near_the_limit)
+        self._forget(requests)
+        needed = {r.slot: min(r.length_bound(rows) + rows, r.max_context) + block for r in requests}
+        if any(self.pool.lacks_pages(slot, count) for slot, count in needed.items()):
+            self._in_flight.settle(wait=True)
+            self._forget(requests)
+
+    def _forget(self, requests: list[RequestState]) -> None:
+        for request in requests:
+            self.pool.forget(request.slot, request.length)
+
     def _decode(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> DecodeOutputs:
         """A whole decode step on the device, the slots' state included."""
         result = self._run(plan, slots, resolved, keep_logits=False)
@@ -262,6 +275,8 @@ class DFlashWorker:
     def _step_eager(self, step_input: StepInput, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
         self.synchronize()
         plan = self._checker.plan(step_input, self._requests)
+        live = [request for request in plan.requests if request is not None]
+        self._forget(live)
         fused = resolved.takes("fused_prologue")
         before = self.pool.begin_step(plan.rows_needed, step_input.block_table, fused=fused)
         try:
@@ -280,6 +295,7 @@ class DFlashWorker:
                 request.length, request.num_valid_drafts = lengths[index], valid[index]
                 request.num_dropped += dropped[index]
                 request.drafting = request.drafting or index in plan.drafted
+        self._forget(live)
         outputs = _decode_outputs(result, drafts, next_tokens)
         kept = StepTrace(context=result.context, draft=result.draft) if trace else None
         return self._output(plan, outputs, resolved, kept)

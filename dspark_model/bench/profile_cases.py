@@ -117,5 +117,6 @@ def block_context(worker: DFlashWorker, batch: int, paths: BlockPaths) -> BlockC
         rows=rows,
         cos_sin=worker.rope.rows(rows.positions),
         max_seq_len=pool.max_rows,
+        window=pool.config.context_window,
         paths=paths,
     )
