@@ -743,6 +743,24 @@ MUTANTS = (
         "ops/test_block_attention.py::test_window_hides_older_context_and_never_uses_its_pages[False-3]",
     ),
     Mutant(
+        "a_page_is_given_back_one_row_early", "dspark_model/kv_pool.py",
+        "max(0, length - window) // self.config.page_size",
+        "max(0, length - window + 1) // self.config.page_size",
+        "test_context_window.py::test_outputs_are_those_of_pages_that_were_kept[4-plain]",
+    ),
+    Mutant(
+        "borrowed_pages_stay_promised", "dspark_model/kv_pool.py",
+        "self._repay(slot, min(self._borrowed[slot], gone))",
+        "self._repay(slot, 0)",
+        "test_context_window.py::test_a_long_chunk_borrows_pages_and_pays_them_back",
+    ),
+    Mutant(
+        "block_attention_gets_no_window", "dspark_model/step_run.py",
+        "window=pool.config.context_window,",
+        "window=None,",
+        "test_context_window.py::test_only_rows_of_the_window_have_influence",
+    ),
+    Mutant(
         "low_m_gate_and_up_are_exchanged", "kernels/dspark_kernels/triton/low_m_linear.py",
         "gate, up = _halves(product, TILE_M, TILE_N)",
         "up, gate = _halves(product, TILE_M, TILE_N)",

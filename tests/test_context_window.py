@@ -58,8 +58,13 @@ def model():
     return random_model(tiny_config(), device=DEVICE)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("window", [1, 3, 4, 9, 200])
+# In the interpreter the kernels take half a minute.
+CASES = [
+    (window, name) for window in (1, 3, 4, 9, 200) for name in RUNTIMES if DEVICE == "cuda" or name != "triton" or window == 9
+]
+
+
+@pytest.mark.parametrize(("window", "runtime"), CASES)
 def test_outputs_are_those_of_pages_that_were_kept(model, window, runtime, monkeypatch):
     """Page by page given back, poisoned and taken by others; beside a worker whose pool forgets nothing."""
     ours, kept = (windowed(model, window, pages=80, runtime=runtime) for _ in range(2))
@@ -70,14 +75,16 @@ def test_outputs_are_those_of_pages_that_were_kept(model, window, runtime, monke
             worker.admit(key)
     outputs = []
     for worker in (ours, kept):
-        made = [worker.step(chunk(model, "a", 0, 17)), worker.step(chunk(model, "a", 17, 6, anchor=1, seed=5))]
+        made = [worker.step(chunk(model, "a", 0, 17)), worker.step(chunk(model, "a", 17, 6, seed=5))]
+        poison_free_pages(worker)
+        made.append(worker.step(chunk(model, "a", 23, 0, anchor=1)))  # sees the oldest row that 23 rows leave
         made.append(worker.step(chunk(model, "b", 0, 2, anchor=2, seed=9)))
-        for turn in range(12):
+        for turn in range(4 if (DEVICE, runtime) == ("cpu", "triton") else 12):
             poison_free_pages(worker)
             made.append(decode(worker, ["a", "b"] if turn % 3 else ["b", "a"], turn, accepted=turn % 4))
             made[-1] = dataclasses.replace(made[-1], confidence=made[-1].confidence.clone())
         outputs.append([step.confidence.clone() for step in made if step.confidence is not None])
-    assert len(outputs[0]) >= 14
+    assert len(outputs[0]) >= 6
     for step, (left, right) in enumerate(zip(*outputs, strict=True)):
         assert_bitwise_equal(left, right, f"step {step}")
     assert not any(request.num_dropped for request in ours._requests.values())
