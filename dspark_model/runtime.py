@@ -92,7 +92,11 @@ _AUTO: dict[str, tuple[tuple[str, str], ...]] = {
         (LatentNormRope.TRITON, f"as fast as cute and faster than torch, {_MEASURED}"),
         (LatentNormRope.TORCH, "the reference"),
     ),
-    "gemm": ((Gemm.LOW_M, f"twice as fast in whole steps, {_MEASURED}"), (Gemm.CUBLAS, "the reference")),
+    "gemm": (
+        (Gemm.PERSISTENT, f"the fastest in whole steps, {_MEASURED}"),
+        (Gemm.LOW_M, f"the next fastest, {_MEASURED}"),
+        (Gemm.CUBLAS, "the reference"),
+    ),
     "merged_qkv_a": ((MergedQkvA.ON, f"faster than two products, {_MEASURED}"), (MergedQkvA.OFF, "the reference")),
 }
 
