@@ -168,12 +168,14 @@ def test_a08_a_larger_vocabulary_of_the_target_does_not_reach_the_drafter(tmp_pa
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(PoolConfig)])
 def test_a22_every_pool_field_has_an_effect(field):
-    sizes = {"page_size": 4, "num_pages": 8, "max_requests": 2, "max_positions": 12, "num_drafts": 3}
-    changed = {**sizes, "layout": "page_major"} if field == "layout" else {**sizes, field: sizes[field] + 5}
+    sizes = {"page_size": 4, "num_pages": 16, "max_requests": 2, "max_positions": 12, "num_drafts": 3}
+    others = {"layout": "page_major", "context_window": 1}
+    changed = {**sizes, field: others[field] if field in others else sizes[field] + 5}
 
     def shapes(values: dict) -> tuple:
         pool = LatentKVPool(PoolConfig(**values), tiny_config(), dtype=torch.float32)
-        return pool.storage.shape, pool.page_table.shape
+        pool.open(0, 40, None, "a request")
+        return pool.storage.shape, pool.page_table.shape, pool.num_available_pages
 
     assert shapes(changed) != shapes(sizes)
 
