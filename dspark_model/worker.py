@@ -15,11 +15,11 @@ from dspark_model.graph_runner import DecodeOutputs, GraphRunner, why_not_captur
 from dspark_model.in_flight import StepsInFlight
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
 from dspark_model.low_m import LowMPath
-from dspark_model.persistent import PersistentPath
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import NO_TOKEN, BlockShape
 from dspark_model.packing import PackedLinear
 from dspark_model.page_allocator import CapacityError
+from dspark_model.persistent import PersistentPath
 from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime, Surroundings, resolve_runtime
 from dspark_model.serving_config import DraftSampling, Gemm, MergedQkvA, RuntimeConfig

@@ -53,8 +53,8 @@ class BetweenSizes:
 
 @dataclass(frozen=True, slots=True)
 class BetweenOutput:
-    """h [M, H], behind W_O; gated [M, I], in front of W_down; hidden [M, H], behind the MLP; qkv_a [M, Q + D] and queries [M, N]
-    of the next layer, None without one."""
+    """h [M, H], behind W_O; gated [M, I], in front of W_down; hidden [M, H], behind the MLP; qkv_a [M, Q + D] and queries
+    [M, N] of the next layer, None without one."""
 
     h: torch.Tensor
     gated: torch.Tensor
@@ -108,14 +108,14 @@ def between_attentions(
     backend: str = "torch",
     workspace: BetweenWorkspace | None = None,
 ) -> BetweenOutput:
-    """h = residual + values @ o.T; gated = silu(z @ gate.T) * (z @ up.T) with z = RMSNorm(h); hidden = h + gated @ down.T; and with
-    the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T.
+    """h = residual + values @ o.T; gated = silu(z @ gate.T) * (z @ up.T) with z = RMSNorm(h); hidden = h + gated @ down.T; and
+    with the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T.
 
     values: [M, V]; residual: [M, H]; M >= 1; weights as in `AfterAttention` and `BeforeAttention`; before: None behind the last
     layer.  Every product, with the norm in front and what follows, is `low_m_linear`'s, and so are the roundings.
-    backend: `torch`; or `cute`, one launch for up to 32 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of 16
-    bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given.  A row's bits depend on its own values, the
-    sizes and the device's number of processors, on nothing else.
+    backend: `torch`; or `cute`, one launch for up to 32 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of
+    16 bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given.  A row's bits depend on its own values,
+    the sizes and the device's number of processors, on nothing else.
     workspace: of the backend `cute`.  All CTAs of the launch wait for one another: it is a cooperative launch of one on each
     multiprocessor.
 

@@ -122,8 +122,8 @@ def launch(
     for name, tensor in (*zip(Weights._fields, weights, strict=False), *zip(Rows._fields, rows, strict=False)):
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise ValueError(
-                f"between_attentions=cute wants {name} contiguous and at a multiple of 16 bytes, got strides {tensor.stride()} at "
-                f"{tensor.data_ptr():#x}"
+                f"between_attentions=cute wants {name} contiguous and at a multiple of 16 bytes, got {[*tensor.shape]} with "
+                f"strides {[*tensor.stride()]} at {tensor.data_ptr():#x}; pass a clone(memory_format=torch.contiguous_format)"
             )
     device = rows[0].device
     architecture = build_architecture(torch.cuda.get_device_capability(device))

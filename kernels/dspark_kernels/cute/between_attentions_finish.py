@@ -1,7 +1,8 @@
 """The warpgroup of `between_attentions` that finishes tiles: sums of their parts, and what follows a product.
 
-`facts` is a `Facts` of `between_attentions_schedule`.  A vector of a tile has four values of a multiplying thread: one feature in
-two rows of x, and the feature 8 behind it.  Threads of neighbouring features swap, so that each has two neighbours in one row.
+`facts` is a `Facts` of `between_attentions_schedule`.  A vector of a tile has four values of a multiplying thread: one feature
+in two rows of x, and the feature 8 behind it.  Threads of neighbouring features swap, so that each has two neighbours in one
+row.
 """
 
 from typing import NamedTuple
@@ -40,8 +41,8 @@ class Tile(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """Of the warpgroup.  feature: of its vectors, in a tile, the first of two neighbours; row: of its first vector, 8 before that
-    of the next; num_rows: rows of x."""
+    """Of the warpgroup.  feature: of its vectors, in a tile, the first of two neighbours; row: of its first vector, 8 before
+    that of the next; num_rows: rows of x."""
 
     thread: cutlass.Int32
     feature: cutlass.Int32
@@ -230,11 +231,11 @@ def _finish_normed(
             squares[v] += right * right
             if row < own.num_rows:
                 _store_pair(out + row * width + first + 8 * half, left, right)
-                if cutlass.const_expr(scaled is not None):
+                if cutlass.const_expr(scaled is not None):  # noqa: SIM102 (decided when it is built, the next on the device)
                     if q_tile:
                         place = row * facts.q_rank + first + 8 * half
                         _store_pair(scaled + place, left * factors[half][0], right * factors[half][1])
-    if cutlass.const_expr(scaled is not None):
+    if cutlass.const_expr(scaled is not None):  # noqa: SIM102 (as above)
         if q_tile:
             _add_squares(shared, work, squares, own, tile.squares, facts)
 

@@ -117,7 +117,7 @@ def owner(at, product: Product):
 
 
 class Weights(NamedTuple):
-    """All [N, K], contiguous.  input_norm, qkv_a, q_a_norm and q_b are the next layer's."""
+    """[N, K], of norms [K], contiguous.  input_norm, qkv_a, q_a_norm and q_b are the next layer's."""
 
     o: cute.Pointer
     post_norm: cute.Pointer
@@ -131,16 +131,16 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Contiguous rows.  values, residual: inputs; scaled_h, scaled_hidden, scaled_q_a: rows times the norm's weight that follows;
-    hidden, qkv_a, queries: results."""
+    """Contiguous rows.  values, residual: inputs; h, gated, hidden, qkv_a, queries: results; the others: rows times the weight
+    of the norm that follows, which only this launch reads."""
 
     values: cute.Pointer  # [M, values]
     residual: cute.Pointer  # [M, hidden]
-    h: cute.Pointer
-    scaled_h: cute.Pointer
+    h: cute.Pointer  # [M, hidden]
+    scaled_h: cute.Pointer  # [M, hidden]
     gated: cute.Pointer  # [M, intermediate]
-    hidden: cute.Pointer
-    scaled_hidden: cute.Pointer
+    hidden: cute.Pointer  # [M, hidden]
+    scaled_hidden: cute.Pointer  # [M, hidden]
     qkv_a: cute.Pointer  # [M, q_rank + latent]
     scaled_q_a: cute.Pointer  # [M, q_rank]
     queries: cute.Pointer  # [M, queries]
@@ -148,8 +148,8 @@ class Rows(NamedTuple):
 
 class Workspace(NamedTuple):
     """parts: int64 [tile, piece, vector, thread, 4], in the order of the multiplying threads' registers: in each word a float32
-    and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles by
-    product, of launches; they only grow."""
+    and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles
+    by product, of launches; they only grow, and wrap around."""
 
     parts: cute.Pointer
     squares: cute.Pointer
