@@ -19,10 +19,9 @@ from dspark_kernels.cute.between_attentions_meet import (
     allocate,
     set_up,
     store_part,
-    tag,
     this_launch,
 )
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, ROWS, Rows, Weights, Workspace, owner, share
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, ROWS, Rows, Weights, Workspace, owner, share, tag
 
 FINISH, FETCH = 4, 8  # first warps of those who do; the ones before multiply
 THREADS = 320

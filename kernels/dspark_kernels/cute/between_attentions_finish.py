@@ -19,12 +19,11 @@ from dspark_kernels.cute.between_attentions_meet import (
     load_words,
     put,
     raise_counter,
-    tag,
     this_launch,
     wait_for,
     words_of,
 )
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Rows, Weights, Workspace, owner, share
+from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Rows, Weights, Workspace, owner, share, tag
 from dspark_kernels.cute.block_attention_schedule import values_at
 
 IN_FLIGHT = 12  # vectors of parts that a thread loads at a time: more do not fit in its registers

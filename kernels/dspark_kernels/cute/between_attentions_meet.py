@@ -91,12 +91,6 @@ def acquire(shared: Shared, done, stages: cutlass.Constexpr):
 
 
 @cute.jit
-def tag(launch, index: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """What marks the parts of a product, unlike those that lay there before; never 0 at first."""
-    return launch * 16 + 8 * facts.following + index
-
-
-@cute.jit
 def words_of(work: Workspace, piece, v, thread, facts: cutlass.Constexpr):
     """The first of the four words of a vector."""
     return work.parts + ((piece * (facts.lanes // 8) + v) * GROUP + thread) * 4

@@ -104,16 +104,23 @@ class Facts:
 
 
 def share(cta, length: int, product: Product):
-    """Where a CTA's part of a list of a product's boxes or tiles begins, and where it ends.  cta: an int or a DSL integer."""
+    """Where a CTA's part of a list of a product's boxes or tiles begins, and where it ends; both at the list's end for a CTA
+    that has none.  Here and below: ints, or the DSL's integers."""
     first, last = cta * length // product.ctas, (cta + 1) * length // product.ctas
-    if isinstance(cta, int):
-        return (first, last) if cta < product.ctas else (0, 0)
     return cutlass.min(first, length), cutlass.min(last, length)
 
 
 def owner(at, product: Product):
     """The CTA whose part of a product's boxes holds this one: the inverse of `share`."""
     return ((at + 1) * product.ctas - 1) // (product.tiles * product.boxes)
+
+
+def tag(launch, index: int, facts: Facts):
+    """What marks the parts of a product, of all that lie in a workspace; launch: counts from 1 in each of the two forms.
+
+    int32, so that a form's tags return after 2**28 launches: a word that was left alone just as long would pass for a new one.
+    """
+    return launch * 16 + 8 * facts.following + index
 
 
 class Weights(NamedTuple):
