@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -356,7 +357,10 @@ class DFlashWorker:
             reason = "the joined weights are made at construction; build the worker with merged_qkv_a=on"
             if runtime.merged_qkv_a is MergedQkvA.ON:
                 raise ConfigError(f"runtime.merged_qkv_a=on cannot run: {reason}")
-            resolved = resolved.without("merged_qkv_a", reason)
+            left = resolved.without("merged_qkv_a", reason)["merged_qkv_a"]
+            # What needs them is decided once more, without them.
+            others = resolve_runtime(replace(runtime, merged_qkv_a=MergedQkvA.OFF), self._surroundings)
+            resolved = ResolvedRuntime(tuple(left if choice.name == left.name else choice for choice in others.choices))
         return resolved
 
 
