@@ -147,6 +147,7 @@ def test_rows_that_do_not_fit_are_refused():
         ("q_norm", NormedBy(torch.ones(64), 1e-5), r"wants q_norm \[128\]"),
         ("q_norm", NormedBy(torch.ones(128, device="meta"), 1e-5), "wants q_norm .* on meta"),
     ],
+    ids=["short", "vector", "number", "dtype", "norm", "norm dtype", "norm size", "norm device"],
 )
 def test_weights_of_the_next_layer_that_do_not_fit_are_refused(field, value, message):
     after, before = layers(SMALL, "cpu", torch.float32)
