@@ -703,8 +703,8 @@ MUTANTS = (
     ),
     Mutant(
         "between_norms_latents_with_the_mlps_eps", "kernels/dspark_kernels/cute/between_attentions_finish.py",
-        '"qkv_a": (facts.hidden, eps[1])',
-        '"qkv_a": (facts.hidden, eps[0])',
+        '"qkv_a": eps.attention',
+        '"qkv_a": eps.mlp',
         "ops/test_between_attentions.py::test_each_product_keeps_its_bound[k3-7-True]",
         needs="gpu",
     ),

@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from dspark_kernels.cute.between_attentions_device import THREADS, between_attentions_kernel
 from dspark_kernels.cute.between_attentions_fetch import Maps
 from dspark_kernels.cute.between_attentions_meet import SWIZZLE
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Facts, Rows, Weights, Workspace
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Eps, Facts, Rows, Weights, Workspace
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
@@ -68,7 +68,7 @@ def _launch(
     )  # fmt: skip
     mma = cute.make_tiled_mma(cute.make_mma_atom(operation))
     between_attentions_kernel(
-        weight_maps, x_maps, mma, weights, rows, work, num_rows, [eps_mlp, eps_attention, eps_q_a], facts
+        weight_maps, x_maps, mma, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
     ).launch(
         grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
     )  # fmt: skip

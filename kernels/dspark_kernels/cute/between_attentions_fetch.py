@@ -35,7 +35,7 @@ def _partition(maps: Maps, shared: cute.Tensor, rows: cutlass.Constexpr, columns
 
 
 @cute.jit
-def fetch_weights(maps, shared: Shared, facts: cutlass.Constexpr):
+def fetch_weights(maps: list[list[Maps]], shared: Shared, facts: cutlass.Constexpr):
     """maps: of each product, two where it is gated."""
     cta, _, _ = cute.arch.block_idx()
     done = cutlass.Int32(0)
@@ -69,7 +69,7 @@ def fetch_weights(maps, shared: Shared, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def fetch_x(maps, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
+def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     """maps: of each product."""
     cta, _, _ = cute.arch.block_idx()
     launch = this_launch(work, facts)

@@ -23,7 +23,7 @@ from dspark_kernels.cute.between_attentions_meet import (
     wait_for,
     words_of,
 )
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Rows, Weights, Workspace, owner, share, tag
+from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Eps, Rows, Weights, Workspace, owner, share, tag
 from dspark_kernels.cute.block_attention_schedule import values_at
 
 IN_FLIGHT = 12  # vectors of parts that a thread loads at a time: more do not fit in its registers
@@ -277,7 +277,7 @@ def _finish_tile(
 
 
 @cute.jit
-def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_rows, eps, facts: cutlass.Constexpr):
+def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_rows, eps: Eps, facts: cutlass.Constexpr):
     """One warpgroup: the tiles that this CTA finishes, of all products."""
     thread = cute.arch.thread_idx()[0] % GROUP
     cta, _, _ = cute.arch.block_idx()
@@ -292,9 +292,8 @@ def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_ro
             if cutlass.const_expr(index > 0):
                 wait_for(work.counters + index - 1, launch * facts.products[index - 1].tiles)
             if cutlass.const_expr(product.normed):
-                size, own_eps = {"gate_up": (facts.hidden, eps[0]), "qkv_a": (facts.hidden, eps[1])}.get(
-                    product.name, (facts.q_rank, eps[2])
-                )
+                size = facts.q_rank if product.name == "q_b" else facts.hidden
+                own_eps = {"gate_up": eps.mlp, "qkv_a": eps.attention, "q_b": eps.q_a}[product.name]
                 _load_rms(shared, work, thread, size, own_eps, before, facts)
         # The other CTAs are about as far: from here on it pays to look for their parts, which costs the weights bandwidth.
         cute.arch.barrier(barrier_id=MULTIPLIED + index, number_of_threads=2 * GROUP)

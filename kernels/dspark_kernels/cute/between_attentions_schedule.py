@@ -153,6 +153,14 @@ class Rows(NamedTuple):
     queries: cute.Pointer  # [M, queries]
 
 
+class Eps(NamedTuple):
+    """Of the norms in front of the MLP, of the next layer's attention and of its queries."""
+
+    mlp: cutlass.Float32
+    attention: cutlass.Float32
+    q_a: cutlass.Float32
+
+
 class Workspace(NamedTuple):
     """parts: int64 [tile, piece, vector, thread, 4], in the order of the multiplying threads' registers: in each word a float32
     and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles
