@@ -129,7 +129,9 @@ def between_attentions(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; or `cute`, and `between_attentions_refusal` gives a reason,
-            there are more rows than it takes, or the workspace is missing, for other sizes or on another device.
+            there are more rows than it takes, a tensor has other strides, or the workspace is missing, for other sizes or on
+            another device.
+        RuntimeError: `cute` would be compiled while the stream is being captured.
     """
     sizes = _check(values, residual, after, before)
     if backend == "cute":

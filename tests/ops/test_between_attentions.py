@@ -318,6 +318,11 @@ def test_a_rows_bits_do_not_depend_on_the_others():
         some = cute((values[rows].clone(), residual[rows].clone()), after, before, workspace)
         for name in ("h", "gated", "hidden", "qkv_a", "queries"):
             assert_bitwise_equal(getattr(some, name), getattr(all_rows, name)[rows], name)
+    # The last row stands for those behind it; here it is NaN.
+    some = cute((values[4:10].clone(), residual[4:10].clone()), after, before, workspace)
+    for name in ("h", "gated", "hidden", "qkv_a", "queries"):
+        assert_bitwise_equal(getattr(some, name)[:-1], getattr(all_rows, name)[4:9], name)
+        assert getattr(some, name)[-1].isnan().all(), name
 
 
 @pytest.mark.gpu
