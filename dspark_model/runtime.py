@@ -152,9 +152,9 @@ def _direct_write_obstacle(backend: str, surroundings: Surroundings) -> Obstacle
 
 def _persistent_obstacle(merged_qkv_a: str) -> Obstacle | None:
     """What the choice of the projections has against one launch between two attentions."""
-    return (
-        None if merged_qkv_a == MergedQkvA.ON else Obstacle("it makes one product of the projections, and merged_qkv_a is off")
-    )
+    if merged_qkv_a == MergedQkvA.ON:
+        return None
+    return Obstacle("it takes the projections of queries and latents as one product, and merged_qkv_a is off, set it on")
 
 
 def _resolve(name: str, value: str, surroundings: Surroundings) -> Choice:

@@ -77,7 +77,7 @@ class Gemm(StrEnum):
     AUTO = "auto"
     CUBLAS = "cublas"  # torch's own matrix product: cuBLAS on CUDA, the CPU library elsewhere
     LOW_M = "low_m"
-    PERSISTENT = "persistent"
+    PERSISTENT = "persistent"  # low_m, with all products between two attentions in one launch
 
 
 class MergedQkvA(StrEnum):

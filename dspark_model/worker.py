@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,11 +16,11 @@ from dspark_model.graph_runner import DecodeOutputs, GraphRunner, why_not_captur
 from dspark_model.in_flight import StepsInFlight
 from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
 from dspark_model.low_m import LowMPath
-from dspark_model.persistent import PersistentPath
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import NO_TOKEN, BlockShape
 from dspark_model.packing import PackedLinear
 from dspark_model.page_allocator import CapacityError
+from dspark_model.persistent import PersistentPath
 from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime, Surroundings, resolve_runtime
 from dspark_model.serving_config import DraftSampling, Gemm, MergedQkvA, RuntimeConfig
@@ -372,7 +373,10 @@ class DFlashWorker:
             reason = "the joined weights are made at construction; build the worker with merged_qkv_a=on"
             if runtime.merged_qkv_a is MergedQkvA.ON:
                 raise ConfigError(f"runtime.merged_qkv_a=on cannot run: {reason}")
-            resolved = resolved.without("merged_qkv_a", reason)
+            left = resolved.without("merged_qkv_a", reason)["merged_qkv_a"]
+            # What needs them is decided once more, without them.
+            others = resolve_runtime(replace(runtime, merged_qkv_a=MergedQkvA.OFF), self._surroundings)
+            resolved = ResolvedRuntime(tuple(left if choice.name == left.name else choice for choice in others.choices))
         return resolved
 
 

@@ -159,6 +159,24 @@ def test_cute_does_not_write_into_an_fp8_pool():
     assert resolve_runtime(dataclasses.replace(runtime, latent_norm_rope="triton"), surroundings).takes("direct_pool_write")
 
 
+def test_persistent_products_need_the_merged_projections():
+    against = {"latent_norm_rope": {"triton": None}, "gemm": {"low_m": None, "persistent": None}, "merged_qkv_a": {"on": None}}
+    surroundings = Surroundings(torch.bfloat16, torch.bfloat16, dict.fromkeys(SWITCHES), against)
+    runtime = RuntimeConfig(gemm="persistent")
+    for merged in ("auto", "on"):
+        resolved = resolve_runtime(dataclasses.replace(runtime, merged_qkv_a=merged), surroundings)
+        assert (resolved["gemm"].in_force, resolved["merged_qkv_a"].in_force) == ("persistent", "on")
+    with pytest.raises(ConfigError, match="gemm=persistent cannot run: .* merged_qkv_a is off, set it on"):
+        resolve_runtime(dataclasses.replace(runtime, merged_qkv_a="off"), surroundings)
+    no_merge = dataclasses.replace(surroundings, backends=against | {"merged_qkv_a": {"on": Obstacle("packed")}})
+    with pytest.raises(ConfigError, match="gemm=persistent cannot run"):
+        resolve_runtime(runtime, no_merge)
+    # What stands in the way anyway is named first.
+    no_hopper = dataclasses.replace(surroundings, backends=against | {"gemm": {"persistent": Obstacle("no Hopper")}})
+    with pytest.raises(ConfigError, match="gemm=persistent cannot run: no Hopper"):
+        resolve_runtime(dataclasses.replace(runtime, merged_qkv_a="off"), no_hopper)
+
+
 def test_every_switch_is_asked_about(model):
     assert set(fast_paths.obstacles(model, own_pool(model))) == SWITCHES
 

@@ -175,6 +175,22 @@ def test_a_step_cannot_ask_for_joined_weights_that_are_not_there(monkeypatch):
     assert (chosen.in_force, chosen.reason) == ("on", "measured")
 
 
+def test_a_step_does_not_take_what_needs_joined_weights_that_are_not_there(monkeypatch):
+    monkeypatch.setattr("dspark_model.fast_paths.merged_qkv_a_obstacle", lambda model: None)  # as on a CUDA device
+    worker = worker_of(small_model(device=DEVICE), RuntimeConfig.plain())
+    none = {"gemm": {"low_m": None, "persistent": None}}  # as on Hopper
+    worker._surroundings = dataclasses.replace(worker._surroundings, backends=worker._surroundings.backends | none)
+    runtime = dataclasses.replace(RuntimeConfig.plain(), gemm="persistent", merged_qkv_a="auto")
+    with pytest.raises(ConfigError, match="gemm=persistent cannot run: .* merged_qkv_a is off"):
+        worker.step(StepInput(), runtime=runtime)
+    entries = (("persistent", "measured"), ("low_m", "next"), ("cublas", "the reference"))
+    monkeypatch.setitem(runtime_module._AUTO, "gemm", entries)
+    resolved = worker._resolve(dataclasses.replace(runtime, gemm="auto"))
+    assert (resolved["gemm"].in_force, resolved["merged_qkv_a"].in_force) == ("low_m", "off")
+    assert "made at construction" in resolved["merged_qkv_a"].reason
+    assert [choice.name for choice in resolved.choices] == [field.name for field in dataclasses.fields(RuntimeConfig)]
+
+
 def test_a_step_can_leave_the_joined_weights():
     model = small_model(device=DEVICE)
     duel = Duel(worker_of(model, RuntimeConfig.plain()), worker_of(model))

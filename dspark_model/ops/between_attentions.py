@@ -1,7 +1,7 @@
 """All products between the attentions of two layers: W_O, the MLP, and the next layer's latents and queries."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,8 +53,8 @@ class BetweenSizes:
 
 @dataclass(frozen=True, slots=True)
 class BetweenOutput:
-    """h [M, H], behind W_O; gated [M, I], in front of W_down; hidden [M, H], behind the MLP; qkv_a [M, Q + D] and queries [M, N]
-    of the next layer, None without one."""
+    """h [M, H], behind W_O; gated [M, I], in front of W_down; hidden [M, H], behind the MLP; qkv_a [M, Q + D] and queries
+    [M, N] of the next layer, None without one."""
 
     h: torch.Tensor
     gated: torch.Tensor
@@ -68,9 +68,15 @@ class BetweenWorkspace:
 
     One launch uses it at a time: launches of one stream may share it, graph replays too; two streams must not.  It begins as
     zeros and is left to the kernel from then on.
+
+    Raises:
+        ValueError: `between_attentions_refusal` gives a reason.
     """
 
     def __init__(self, sizes: BetweenSizes, device: torch.device):
+        reason = between_attentions_refusal(sizes, torch.bfloat16, device)
+        if reason is not None:
+            raise ValueError(f"between_attentions=cute: {reason}; choose torch, which needs no workspace")
         self.sizes = sizes
         facts = [_facts(sizes, MAX_BETWEEN_ROWS, following, device) for following in (False, True)]
         self.parts = torch.zeros(max(f.num_parts for f in facts), dtype=torch.int64, device=device)
@@ -94,7 +100,9 @@ def between_attentions_refusal(sizes: BetweenSizes, dtype: torch.dtype, device: 
 def _sizes_refusal(sizes: BetweenSizes) -> str | None:
     steps = {"hidden": 128, "values": 128, "intermediate": 128, "q_rank": 128, "width": 64, "queries": 64}
     wrong = [
-        f"{name}={getattr(sizes, name)}, no multiple of {step}" for name, step in steps.items() if getattr(sizes, name) % step
+        f"{name}={size}, no positive multiple of {step}"
+        for name, step in steps.items()
+        if (size := getattr(sizes, name)) < 1 or size % step
     ]
     return f"it takes sizes in whole boxes, got {'; '.join(wrong)}" if wrong else None
 
@@ -108,20 +116,22 @@ def between_attentions(
     backend: str = "torch",
     workspace: BetweenWorkspace | None = None,
 ) -> BetweenOutput:
-    """h = residual + values @ o.T; gated = silu(z @ gate.T) * (z @ up.T) with z = RMSNorm(h); hidden = h + gated @ down.T; and with
-    the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T.
+    """h = residual + values @ o.T; gated = silu(z @ gate.T) * (z @ up.T) with z = RMSNorm(h); hidden = h + gated @ down.T; and
+    with the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T.
 
     values: [M, V]; residual: [M, H]; M >= 1; weights as in `AfterAttention` and `BeforeAttention`; before: None behind the last
     layer.  Every product, with the norm in front and what follows, is `low_m_linear`'s, and so are the roundings.
-    backend: `torch`; or `cute`, one launch for up to 32 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of 16
-    bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given.  A row's bits depend on its own values, the
-    sizes and the device's number of processors, on nothing else.
+    backend: `torch`; or `cute`, one launch for up to 32 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of
+    16 bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given.  A row's bits depend on its own values,
+    the sizes and the device's number of processors, on nothing else.
     workspace: of the backend `cute`.  All CTAs of the launch wait for one another: it is a cooperative launch of one on each
     multiprocessor.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; or `cute`, and `between_attentions_refusal` gives a reason,
-            there are more rows than it takes, or the workspace is missing, for other sizes or on another device.
+            there are more rows than it takes, a tensor has other strides, or the workspace is missing, for other sizes or on
+            another device.
+        RuntimeError: `cute` would be compiled while the stream is being captured.
     """
     sizes = _check(values, residual, after, before)
     if backend == "cute":
@@ -141,9 +151,12 @@ def between_attentions(
 
 def _check(values, residual, after: AfterAttention, before: BeforeAttention | None) -> BetweenSizes:
     """The layers' sizes; of the next layer's those that are there.  Raises ValueError for tensors that do not fit together."""
-    if values.ndim != 2 or residual.ndim != 2 or after.gate.ndim != 2:
-        got = f"{[*values.shape]}, {[*residual.shape]}, {[*after.gate.shape]}"
-        raise ValueError(f"between_attentions wants values [M, V], residual [M, H] and gate [I, H], got {got}")
+    matrices = {"values [M, V]": values, "residual [M, H]": residual, "gate [I, H]": after.gate}
+    if before is not None:
+        matrices |= {"qkv_a [Q + D, H]": before.qkv_a, "q_b [N, Q]": before.q_b}
+    for name, tensor in matrices.items():
+        if tensor.ndim != 2:
+            raise ValueError(f"between_attentions wants {name}, got {[*tensor.shape]}")
     (rows, width), hidden, inner = values.shape, residual.shape[1], after.gate.shape[0]
     wanted = {
         "residual": (residual, (rows, hidden)),
@@ -155,10 +168,11 @@ def _check(values, residual, after: AfterAttention, before: BeforeAttention | No
     }
     q_rank = outer = queries = 0
     if before is not None:
-        q_rank, outer, queries = before.q_norm.weight.shape[0], before.qkv_a.shape[0], before.q_b.shape[0]
+        (queries, q_rank), outer = before.q_b.shape, before.qkv_a.shape[0]
         wanted |= {
             "the next layer's norm": (before.norm.weight, (hidden,)),
             "qkv_a": (before.qkv_a, (max(outer, q_rank), hidden)),
+            "q_norm": (before.q_norm.weight, (q_rank,)),
             "q_b": (before.q_b, (queries, q_rank)),
         }
     for name, (tensor, shape) in wanted.items():
@@ -187,11 +201,9 @@ def _cute(values, residual, after, before, sizes: BetweenSizes, workspace: Betwe
         found = "none" if workspace is None else f"one on {workspace.parts.device}"
         raise ValueError(f"between_attentions=cute needs a BetweenWorkspace on {device}, got {found}")
     own = workspace.sizes
-    if (sizes if following else sizes.hidden, sizes.values, sizes.intermediate) != (
-        own if following else own.hidden,
-        own.values,
-        own.intermediate,
-    ):
+    if not following:  # then the weights do not say what a next layer has
+        sizes = replace(sizes, q_rank=own.q_rank, width=own.width, queries=own.queries)
+    if sizes != own:
         raise ValueError(f"between_attentions: the BetweenWorkspace is for {own}, these weights are {sizes}; make one for them")
     reason = between_attentions_refusal(own, values.dtype, device)
     if reason is None and not 1 <= rows <= MAX_BETWEEN_ROWS:

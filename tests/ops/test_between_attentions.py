@@ -1,4 +1,4 @@
-"""`between_attentions`: the torch form is `low_m_linear`'s products in turn; the CuTe form keeps their bounds, product by product."""
+"""`between_attentions`: the torch form is `low_m_linear`'s products in turn; the CuTe form keeps the bound of each of them."""
 
 import dataclasses
 import importlib.util
@@ -31,7 +31,7 @@ K3 = BetweenSizes(hidden=7168, values=1024, intermediate=1792, q_rank=1536, widt
 # Fewer boxes than CTAs in every product; and some CTAs with two tiles of one product and none of the next.
 SMALL = BetweenSizes(hidden=128, values=128, intermediate=128, q_rank=128, width=192, queries=64)
 UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, width=128 + 64, queries=17 * 64)
-EPS = 1e-5
+EPS = {"mlp": 0.5, "attention": 0.125, "queries": 2.0}  # so far apart that no bound holds with another one's
 needs_cute = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 
 
@@ -40,16 +40,17 @@ def normal(rows: int, depth: int, device: str, dtype: torch.dtype) -> torch.Tens
 
 
 def layers(sizes: BetweenSizes, device: str, dtype: torch.dtype) -> tuple[AfterAttention, BeforeAttention]:
-    def norm(size):
-        return NormedBy((torch.rand(size) + 0.5).to(device, dtype), EPS)
+    def norm(size, place):
+        return NormedBy((torch.rand(size) + 0.5).to(device, dtype), EPS[place])
 
     def weight(rows, depth):
         return normal(rows, depth, device, dtype)
 
     s = sizes
     gate, up = weight(s.intermediate, s.hidden), weight(s.intermediate, s.hidden)
-    after = AfterAttention(weight(s.hidden, s.values), norm(s.hidden), gate, up, weight(s.hidden, s.intermediate))
-    return after, BeforeAttention(norm(s.hidden), weight(s.width, s.hidden), norm(s.q_rank), weight(s.queries, s.q_rank))
+    after = AfterAttention(weight(s.hidden, s.values), norm(s.hidden, "mlp"), gate, up, weight(s.hidden, s.intermediate))
+    qkv_a, q_b = weight(s.width, s.hidden), weight(s.queries, s.q_rank)
+    return after, BeforeAttention(norm(s.hidden, "attention"), qkv_a, norm(s.q_rank, "queries"), q_b)
 
 
 def inputs(sizes: BetweenSizes, rows: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,20 +128,42 @@ def test_rows_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             between_attentions(rows, added, after, before)
-    with pytest.raises(ValueError, match="qkv_a"):
-        between_attentions(values, residual, after, dataclasses.replace(before, qkv_a=before.qkv_a[:64]))
     with pytest.raises(ValueError, match="no backend numpy"):
         between_attentions(values, residual, after, before, backend="numpy")
     with pytest.raises(ValueError, match="needs a BetweenWorkspace on cpu, got none"):
         between_attentions(values, residual, after, before, backend="cute")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("qkv_a", torch.zeros(64, 128), r"wants qkv_a \[128, 128\]"),
+        ("qkv_a", torch.zeros(192), r"wants qkv_a \[Q \+ D, H\], got \[192\]"),
+        ("q_b", torch.zeros(()), r"wants q_b \[N, Q\], got \[\]"),
+        ("q_b", torch.zeros(64, 128, dtype=torch.bfloat16), "wants q_b .* got .*bfloat16"),
+        ("norm", NormedBy(torch.ones(64), 1e-5), "wants the next layer's norm"),
+        # A kernel that takes the bytes of these as they are would read other numbers.
+        ("q_norm", NormedBy(torch.ones(128, dtype=torch.bfloat16), 1e-5), "wants q_norm .* got .*bfloat16"),
+        ("q_norm", NormedBy(torch.ones(64), 1e-5), r"wants q_norm \[128\]"),
+        ("q_norm", NormedBy(torch.ones(128, device="meta"), 1e-5), "wants q_norm .* on meta"),
+    ],
+    ids=["short", "vector", "number", "dtype", "norm", "norm dtype", "norm size", "norm device"],
+)
+def test_weights_of_the_next_layer_that_do_not_fit_are_refused(field, value, message):
+    after, before = layers(SMALL, "cpu", torch.float32)
+    with pytest.raises(ValueError, match=message):
+        between_attentions(*inputs(SMALL, 2, "cpu", torch.float32), after, dataclasses.replace(before, **{field: value}))
+
+
 def test_refusals_name_the_reason():
     assert _sizes_refusal(K3) is None
-    assert "hidden=7200, no multiple of 128" in _sizes_refusal(dataclasses.replace(K3, hidden=7200))
+    assert "hidden=7200, no positive multiple of 128" in _sizes_refusal(dataclasses.replace(K3, hidden=7200))
     assert "width=2100" in _sizes_refusal(dataclasses.replace(K3, width=2100))
+    assert "queries=0" in _sizes_refusal(dataclasses.replace(K3, queries=0))
     reason = between_attentions_refusal(K3, torch.bfloat16, torch.device("cpu"))
     assert "CUDA" in reason or "not installed" in reason
+    with pytest.raises(ValueError, match="choose torch, which needs no workspace"):
+        BetweenWorkspace(K3, torch.device("cpu"))
 
 
 @needs_cute
@@ -174,6 +197,21 @@ def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
             assert facts.num_parts >= product.tiles * pieces * 64 * lanes
 
 
+@needs_cute
+def test_no_two_products_that_share_a_workspace_have_the_same_tag():
+    from dspark_kernels.cute.between_attentions_schedule import Facts, tag
+
+    s, tags = K3, {0}  # zeros are what a workspace begins with
+    for following in (False, True):
+        facts = Facts(
+            torch.bfloat16, 8, s.hidden, s.values, s.intermediate, s.q_rank, s.width - s.q_rank, s.queries, following, 132
+        )
+        for launch, index in itertools.product((*range(1, 40), 2**28 - 1), range(len(facts.products))):
+            value = tag(launch, index, facts) % 2**32
+            assert value not in tags, (launch, index, following)
+            tags.add(value)
+
+
 COMPILE = r"""
 import json, re
 import torch
@@ -190,7 +228,7 @@ for lanes, following in ((8, True), (32, False)):
             "products": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{lanes}k16.f32.bf16.bf16"),
             "words": "st.relaxed.gpu.global.v2.b64" in ptx and "ld.relaxed.gpu.global.v2.b64" in ptx,
             "cached_weights": "ld.global.nc" in ptx,
-            "spilled": ".local" in ptx,
+            "arrays_in_memory": ".local" in ptx,
         }
     )
 print(json.dumps(results))
@@ -215,7 +253,7 @@ def test_compiles_to_wgmma_without_a_gpu(tmp_path):
         # 8 instructions of 16 values for a box of 128.
         assert (result["target"], result["products"]) == ("sm_90a", 8 * products)
         assert result["words"]
-        assert not result["spilled"]
+        assert not result["arrays_in_memory"]
         # What other CTAs write during the launch must not be read through the cache for constants.
         assert not result["cached_weights"]
 
@@ -261,9 +299,11 @@ def test_launches_of_all_forms_share_a_workspace_and_repeat_their_bits():
             with torch.cuda.stream(side):
                 noise.mul_(1.0)
         index = (7 * turn + turn // 3) % len(cases)
-        for ours, wanted in zip(dataclasses.astuple(cute(*cases[index], workspace)), dataclasses.astuple(first[index])):
+        again = cute(*cases[index], workspace)
+        for field in dataclasses.fields(BetweenOutput):
+            wanted = getattr(first[index], field.name)
             if wanted is not None:
-                differing += (ours != wanted).sum()
+                differing += (getattr(again, field.name) != wanted).sum()
     assert int(differing) == 0
 
 
@@ -278,6 +318,11 @@ def test_a_rows_bits_do_not_depend_on_the_others():
         some = cute((values[rows].clone(), residual[rows].clone()), after, before, workspace)
         for name in ("h", "gated", "hidden", "qkv_a", "queries"):
             assert_bitwise_equal(getattr(some, name), getattr(all_rows, name)[rows], name)
+    # The last row stands for those behind it; here it is NaN.
+    some = cute((values[4:10].clone(), residual[4:10].clone()), after, before, workspace)
+    for name in ("h", "gated", "hidden", "qkv_a", "queries"):
+        assert_bitwise_equal(getattr(some, name)[:-1], getattr(all_rows, name)[4:9], name)
+        assert getattr(some, name)[-1].isnan().all(), name
 
 
 @pytest.mark.gpu
@@ -316,6 +361,7 @@ def test_what_the_kernel_does_not_take_is_refused():
     after, before = layers(SMALL, "cuda", torch.bfloat16)
     workspace, (values, residual) = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
     for given, message in (
+        ((values.float(), residual.float()), "wants o .*float32"),
         (inputs(SMALL, 33, "cuda", torch.bfloat16), "1 to 32 rows, got 33"),
         (inputs(SMALL, 0, "cuda", torch.bfloat16), "1 to 32 rows, got 0"),
         ((torch.stack((values, values), 1)[:, 0], residual), "values contiguous"),
@@ -324,3 +370,11 @@ def test_what_the_kernel_does_not_take_is_refused():
             cute(given, after, before, workspace)
     with pytest.raises(ValueError, match="make one for them"):
         cute((values, residual), after, before, BetweenWorkspace(UNEVEN, CUDA))
+    other = dataclasses.replace(SMALL, queries=128)
+    with pytest.raises(ValueError, match="make one for them"):
+        cute((values, residual), after, before, BetweenWorkspace(other, CUDA))
+    with pytest.raises(ValueError, match="hidden=192, no positive multiple of 128"):
+        BetweenWorkspace(dataclasses.replace(SMALL, hidden=192), CUDA)
+    # Behind the last layer nothing says what the workspace's next layers have.
+    wanted = cute((values, residual), after, None, workspace)
+    assert_bitwise_equal(cute((values, residual), after, None, BetweenWorkspace(other, CUDA)).hidden, wanted.hidden)

@@ -12,7 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from dspark_kernels.cute.between_attentions_device import THREADS, between_attentions_kernel
 from dspark_kernels.cute.between_attentions_fetch import Maps
 from dspark_kernels.cute.between_attentions_meet import SWIZZLE
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Facts, Rows, Weights, Workspace
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Eps, Facts, Rows, Weights, Workspace
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
@@ -68,7 +68,7 @@ def _launch(
     )  # fmt: skip
     mma = cute.make_tiled_mma(cute.make_mma_atom(operation))
     between_attentions_kernel(
-        weight_maps, x_maps, mma, weights, rows, work, num_rows, [eps_mlp, eps_attention, eps_q_a], facts
+        weight_maps, x_maps, mma, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
     ).launch(
         grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
     )  # fmt: skip
@@ -122,8 +122,8 @@ def launch(
     for name, tensor in (*zip(Weights._fields, weights, strict=False), *zip(Rows._fields, rows, strict=False)):
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise ValueError(
-                f"between_attentions=cute wants {name} contiguous and at a multiple of 16 bytes, got strides {tensor.stride()} at "
-                f"{tensor.data_ptr():#x}"
+                f"between_attentions=cute wants {name} contiguous and at a multiple of 16 bytes, got {[*tensor.shape]} with "
+                f"strides {[*tensor.stride()]} at {tensor.data_ptr():#x}; pass a clone(memory_format=torch.contiguous_format)"
             )
     device = rows[0].device
     architecture = build_architecture(torch.cuda.get_device_capability(device))

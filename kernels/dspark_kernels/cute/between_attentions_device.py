@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from dspark_kernels.cute.between_attentions_fetch import fetch_weights, fetch_x
+from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x
 from dspark_kernels.cute.between_attentions_finish import finish
 from dspark_kernels.cute.between_attentions_meet import (
     GROUP,
@@ -19,10 +19,9 @@ from dspark_kernels.cute.between_attentions_meet import (
     allocate,
     set_up,
     store_part,
-    tag,
     this_launch,
 )
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, ROWS, Rows, Weights, Workspace, owner, share
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, ROWS, Eps, Rows, Weights, Workspace, owner, share, tag
 
 FINISH, FETCH = 4, 8  # first warps of those who do; the ones before multiply
 THREADS = 320
@@ -33,9 +32,9 @@ def _multiply(mma, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     """One warpgroup: this CTA's parts of all products."""
     thread, cta, stages = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], facts.stages
     mma.set(warpgroup.Field.ACCUMULATE, True)
-    slice = mma.get_slice(thread)
-    weights = mma.make_fragment_A(slice.partition_A(shared.weights))
-    x = mma.make_fragment_B(slice.partition_B(shared.x))
+    own = mma.get_slice(thread)
+    weights = mma.make_fragment_A(own.partition_A(shared.weights))
+    x = mma.make_fragment_B(own.partition_B(shared.x))
     sums = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, facts.lanes)), cutlass.Float32)
     launch = this_launch(work, facts)
     done = cutlass.Int32(0)
@@ -69,16 +68,17 @@ def _multiply(mma, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
 
 @cute.kernel
 def between_attentions_kernel(
-    weight_maps: list,
-    x_maps: list,
+    weight_maps: list[list[Maps]],
+    x_maps: list[Maps],
     mma: cute.TiledMma,
     weights: Weights,
     rows: Rows,
     work: Workspace,
     num_rows: cutlass.Int32,
-    eps: list,
+    eps: Eps,
     facts: cutlass.Constexpr,
 ):
+    """weight_maps, x_maps: of each product, of its one weight or its two, and of its x."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared = allocate(facts)

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from dspark_kernels.cute.between_attentions_meet import SWIZZLE, Shared, acquire, this_launch, wait_for
+from dspark_kernels.cute.between_attentions_meet import BLOCKS, SWIZZLE, Shared, acquire, this_launch, wait_for
 from dspark_kernels.cute.between_attentions_schedule import DEPTH, ROWS, Workspace, share
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
@@ -26,16 +26,16 @@ class Maps(NamedTuple):
 
 
 @cute.jit
-def _partition(map: Maps, shared, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
-    """Boxes of a map in shared and in global memory."""
+def _partition(maps: Maps, shared: cute.Tensor, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
+    """Boxes of a tensor in shared and in global memory."""
     box = (rows, columns)
     there = cute.flat_divide(cute.make_tensor(shared.iterator, shared.layout), box)
-    here = cute.flat_divide(map.tensor, box)
-    return cpasync.tma_partition(map.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2))
+    here = cute.flat_divide(maps.tensor, box)
+    return cpasync.tma_partition(maps.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2))
 
 
 @cute.jit
-def fetch_weights(maps, shared: Shared, facts: cutlass.Constexpr):
+def fetch_weights(maps: list[list[Maps]], shared: Shared, facts: cutlass.Constexpr):
     """maps: of each product, two where it is gated."""
     cta, _, _ = cute.arch.block_idx()
     done = cutlass.Int32(0)
@@ -54,9 +54,9 @@ def fetch_weights(maps, shared: Shared, facts: cutlass.Constexpr):
             if cutlass.const_expr(product.gated):
                 for side in cutlass.range_constexpr(2):
                     to, source = _partition(maps[index][side], shared.weights, ROWS // 2, SWIZZLE)
-                    for block in cutlass.range_constexpr(DEPTH // SWIZZLE):
+                    for block in cutlass.range_constexpr(BLOCKS):
                         cute.copy(
-                            maps[index][side].atom, source[None, tile, box * (DEPTH // SWIZZLE) + block], to[None, side, block, stage],
+                            maps[index][side].atom, source[None, tile, box * BLOCKS + block], to[None, side, block, stage],
                             tma_bar_ptr=shared.landed + stage, cache_policy=cutlass.Int64(EVICT_FIRST),
                         )  # fmt: skip
             else:
@@ -69,7 +69,7 @@ def fetch_weights(maps, shared: Shared, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def fetch_x(maps, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
+def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     """maps: of each product."""
     cta, _, _ = cute.arch.block_idx()
     launch = this_launch(work, facts)

@@ -1,7 +1,8 @@
 """The warpgroup of `between_attentions` that finishes tiles: sums of their parts, and what follows a product.
 
-`facts` is a `Facts` of `between_attentions_schedule`.  A vector of a tile has four values of a multiplying thread: one feature in
-two rows of x, and the feature 8 behind it.  Threads of neighbouring features swap, so that each has two neighbours in one row.
+`facts` is a `Facts` of `between_attentions_schedule`.  A vector of a tile has four values of a multiplying thread: one feature
+in two rows of x, and the feature 8 behind it.  Threads of neighbouring features swap, so that each has two neighbours in one
+row.
 """
 
 from typing import NamedTuple
@@ -18,12 +19,11 @@ from dspark_kernels.cute.between_attentions_meet import (
     load_words,
     put,
     raise_counter,
-    tag,
     this_launch,
     wait_for,
     words_of,
 )
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Rows, Weights, Workspace, owner, share
+from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Eps, Rows, Weights, Workspace, owner, share, tag
 from dspark_kernels.cute.block_attention_schedule import values_at
 
 IN_FLIGHT = 12  # vectors of parts that a thread loads at a time: more do not fit in its registers
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """Of the warpgroup.  feature: of its vectors, in a tile, the first of two neighbours; row: of its first vector, 8 before that
-    of the next; num_rows: rows of x."""
+    """Of the warpgroup.  feature: of its vectors, in a tile, the first of two neighbours; row: of its first vector, 8 before
+    that of the next; num_rows: rows of x."""
 
     thread: cutlass.Int32
     feature: cutlass.Int32
@@ -230,11 +230,11 @@ def _finish_normed(
             squares[v] += right * right
             if row < own.num_rows:
                 _store_pair(out + row * width + first + 8 * half, left, right)
-                if cutlass.const_expr(scaled is not None):
+                if cutlass.const_expr(scaled is not None):  # noqa: SIM102 (decided when it is built, the next on the device)
                     if q_tile:
                         place = row * facts.q_rank + first + 8 * half
                         _store_pair(scaled + place, left * factors[half][0], right * factors[half][1])
-    if cutlass.const_expr(scaled is not None):
+    if cutlass.const_expr(scaled is not None):  # noqa: SIM102 (as above)
         if q_tile:
             _add_squares(shared, work, squares, own, tile.squares, facts)
 
@@ -277,7 +277,7 @@ def _finish_tile(
 
 
 @cute.jit
-def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_rows, eps, facts: cutlass.Constexpr):
+def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_rows, eps: Eps, facts: cutlass.Constexpr):
     """One warpgroup: the tiles that this CTA finishes, of all products."""
     thread = cute.arch.thread_idx()[0] % GROUP
     cta, _, _ = cute.arch.block_idx()
@@ -292,9 +292,8 @@ def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_ro
             if cutlass.const_expr(index > 0):
                 wait_for(work.counters + index - 1, launch * facts.products[index - 1].tiles)
             if cutlass.const_expr(product.normed):
-                size, own_eps = {"gate_up": (facts.hidden, eps[0]), "qkv_a": (facts.hidden, eps[1])}.get(
-                    product.name, (facts.q_rank, eps[2])
-                )
+                size = facts.q_rank if product.name == "q_b" else facts.hidden
+                own_eps = {"gate_up": eps.mlp, "qkv_a": eps.attention, "q_b": eps.q_a}[product.name]
                 _load_rms(shared, work, thread, size, own_eps, before, facts)
         # The other CTAs are about as far: from here on it pays to look for their parts, which costs the weights bandwidth.
         cute.arch.barrier(barrier_id=MULTIPLIED + index, number_of_threads=2 * GROUP)

@@ -13,6 +13,7 @@ from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROW
 
 WARP, GROUP = 32, 128
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
+BLOCKS = DEPTH // SWIZZLE  # of a box
 FINISHERS, MULTIPLIED = 1, 2  # named barriers; of the second kind one for each product
 
 
@@ -32,8 +33,7 @@ class Shared(NamedTuple):
 @cute.jit
 def boxes_layout(rows: cutlass.Constexpr, facts: cutlass.Constexpr):
     """[rows, depth, stage]: swizzled blocks of 64 columns, one behind the other."""
-    blocks = DEPTH // SWIZZLE
-    return cute.make_layout((rows, (SWIZZLE, blocks), facts.stages), stride=(SWIZZLE, (1, rows * SWIZZLE), rows * DEPTH))
+    return cute.make_layout((rows, (SWIZZLE, BLOCKS), facts.stages), stride=(SWIZZLE, (1, rows * SWIZZLE), rows * DEPTH))
 
 
 @cute.jit
@@ -88,12 +88,6 @@ def acquire(shared: Shared, done, stages: cutlass.Constexpr):
     if done >= stages:
         cute.arch.mbarrier_wait(shared.empty + stage, (done // stages - 1) % 2)
     return stage
-
-
-@cute.jit
-def tag(launch, index: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """What marks the parts of a product, unlike those that lay there before; never 0 at first."""
-    return launch * 16 + 8 * facts.following + index
 
 
 @cute.jit

@@ -104,10 +104,9 @@ class Facts:
 
 
 def share(cta, length: int, product: Product):
-    """Where a CTA's part of a list of a product's boxes or tiles begins, and where it ends.  cta: an int or a DSL integer."""
+    """Where a CTA's part of a list of a product's boxes or tiles begins, and where it ends; both at the list's end for a CTA
+    that has none.  Here and below: ints, or the DSL's integers."""
     first, last = cta * length // product.ctas, (cta + 1) * length // product.ctas
-    if isinstance(cta, int):
-        return (first, last) if cta < product.ctas else (0, 0)
     return cutlass.min(first, length), cutlass.min(last, length)
 
 
@@ -116,8 +115,16 @@ def owner(at, product: Product):
     return ((at + 1) * product.ctas - 1) // (product.tiles * product.boxes)
 
 
+def tag(launch, index: int, facts: Facts):
+    """What marks the parts of a product, of all that lie in a workspace; launch: counts from 1 in each of the two forms.
+
+    int32, so that a form's tags return after 2**28 launches: a word that was left alone just as long would pass for a new one.
+    """
+    return launch * 16 + 8 * facts.following + index
+
+
 class Weights(NamedTuple):
-    """All [N, K], contiguous.  input_norm, qkv_a, q_a_norm and q_b are the next layer's."""
+    """[N, K], of norms [K], contiguous.  input_norm, qkv_a, q_a_norm and q_b are the next layer's."""
 
     o: cute.Pointer
     post_norm: cute.Pointer
@@ -131,25 +138,33 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Contiguous rows.  values, residual: inputs; scaled_h, scaled_hidden, scaled_q_a: rows times the norm's weight that follows;
-    hidden, qkv_a, queries: results."""
+    """Contiguous rows.  values, residual: inputs; h, gated, hidden, qkv_a, queries: results; the others: rows times the weight
+    of the norm that follows, which only this launch reads."""
 
     values: cute.Pointer  # [M, values]
     residual: cute.Pointer  # [M, hidden]
-    h: cute.Pointer
-    scaled_h: cute.Pointer
+    h: cute.Pointer  # [M, hidden]
+    scaled_h: cute.Pointer  # [M, hidden]
     gated: cute.Pointer  # [M, intermediate]
-    hidden: cute.Pointer
-    scaled_hidden: cute.Pointer
+    hidden: cute.Pointer  # [M, hidden]
+    scaled_hidden: cute.Pointer  # [M, hidden]
     qkv_a: cute.Pointer  # [M, q_rank + latent]
     scaled_q_a: cute.Pointer  # [M, q_rank]
     queries: cute.Pointer  # [M, queries]
 
 
+class Eps(NamedTuple):
+    """Of the norms in front of the MLP, of the next layer's attention and of its queries."""
+
+    mlp: cutlass.Float32
+    attention: cutlass.Float32
+    q_a: cutlass.Float32
+
+
 class Workspace(NamedTuple):
     """parts: int64 [tile, piece, vector, thread, 4], in the order of the multiplying threads' registers: in each word a float32
-    and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles by
-    product, of launches; they only grow."""
+    and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles
+    by product, of launches; they only grow, and wrap around."""
 
     parts: cute.Pointer
     squares: cute.Pointer

@@ -1,0 +1,69 @@
+"""`gemm=persistent`: which blocks have one call between two attentions, of what, and that the layers are the same model.
+
+The kernel is for Hopper; here the calls go to the op's torch form.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from switch_matrix import make_worker, small_model
+
+from dspark_model import ContextChunk, RuntimeConfig, StepInput, ops
+from dspark_model.ops.between_attentions import _check
+from dspark_model.serving_config import Layout
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel has these steps, in test_switch_matrix")
+PLAIN = dataclasses.replace(RuntimeConfig.plain(), merged_qkv_a="on")
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[int, bool]]:
+    """Rows of each call, and whether a layer follows."""
+    made, torch_form = [], ops.between_attentions
+
+    def between_attentions(values, residual, after, before, *, backend, workspace):
+        assert backend == "cute"
+        sizes = _check(values, residual, after, before)
+        assert sizes == (workspace if before is not None else dataclasses.replace(workspace, q_rank=0, width=0, queries=0))
+        for tensor in (values, residual):
+            assert tensor.is_contiguous()
+        made.append((values.shape[0], before is not None))
+        return torch_form(values, residual, after, before)
+
+    for name in ("merged_qkv_a_obstacle", "persistent_obstacle"):
+        monkeypatch.setattr(f"dspark_model.fast_paths.{name}", lambda model: None)
+    monkeypatch.setattr("dspark_model.persistent.BetweenWorkspace", lambda sizes, device: sizes)
+    monkeypatch.setattr(ops, "between_attentions", between_attentions)
+    return made
+
+
+def first_blocks(model, runtime: RuntimeConfig, requests: int) -> torch.Tensor:
+    """Logits of the first blocks of requests of 3, 10, 17, ... context rows."""
+    worker = make_worker(model, runtime, Layout.PAGE_MAJOR)
+    draw, chunks = torch.Generator().manual_seed(3), []
+    for request in range(requests):
+        worker.admit(request)
+        hidden = torch.randn(3 + 7 * request, model.config.context_width, generator=draw).to(model.dtype)
+        chunks.append(ContextChunk(request_id=request, target_hidden=hidden, start_position=0, anchor=5 + request))
+    return worker.step(StepInput(context=chunks), trace=True).trace.draft.base_logits
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_layers_are_the_plain_models(calls, requests):
+    model = small_model()
+    rows, layers = requests * model.config.block_rows(7), len(model.layers)
+    wanted = first_blocks(model, PLAIN, requests)
+    assert not calls
+    ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
+    assert rows <= ops.MAX_BETWEEN_ROWS and layers > 1
+    assert calls == [(rows, True)] * (layers - 1) + [(rows, False)]
+    torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_larger_blocks_are_those_of_low_m(calls):
+    model = small_model()
+    requests = ops.MAX_BETWEEN_ROWS // model.config.block_rows(7) + 1
+    ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
+    assert not calls
+    assert torch.equal(ours, first_blocks(model, dataclasses.replace(PLAIN, gemm="low_m"), requests))
