@@ -249,8 +249,8 @@ class LatentKVPool(PagedLatents):
     def _check_shares_pages(self) -> None:
         if self.config.context_window is not None:
             raise ValueError(
-                f"a pool with context_window={self.config.context_window} gives old pages back, so requests share none; leave the "
-                "prefix out, or build the pool without a window"
+                f"a pool with context_window={self.config.context_window} gives old pages back, so requests share none; leave "
+                "the prefix out, or build the pool without a window"
             )
 
     def _most_pages(self, max_rows: int) -> int:
@@ -309,8 +309,8 @@ class ExternalLatentPool(PagedLatents):
             raise ValueError(f"divisor is {divisor!r}, wanted a whole number of at least 1 (encoded offset = page x divisor)")
         if config.context_window is not None:
             raise ValueError(
-                f"context_window={config.context_window}: the outside engine decides which pages an external pool gives back; leave "
-                "it out"
+                f"context_window={config.context_window}: the outside engine decides which pages an external pool gives back; "
+                "leave it out"
             )
         super().__init__(config, drafter, layer_views)
         self.divisor = divisor

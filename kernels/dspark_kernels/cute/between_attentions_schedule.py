@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import torch
 
-ELEMENTS = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+ELEMENTS = {torch.bfloat16: cutlass.BFloat16}
 ROWS, DEPTH = 64, 128  # of a box
 LANES = (8, 16, 32)  # classes of row counts
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
