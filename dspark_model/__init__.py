@@ -6,8 +6,9 @@ Importing the package touches no GPU and imports neither triton, cutlass nor tra
 from dspark_model.checkpoint import CheckpointError, EmbeddingChoice, embeddings_bit_equal
 from dspark_model.config import DrafterConfig, RopeConfig
 from dspark_model.config_keys import ConfigError
+from dspark_model.external_pool import ExternalLatentPool
 from dspark_model.generation import Generation, compare_greedy, generate, generate_plain
-from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PrefixHandle
+from dspark_model.kv_pool import LatentKVPool, PrefixHandle
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.packing import pack_linears
 from dspark_model.page_allocator import CapacityError

@@ -11,10 +11,11 @@ import torch
 from dspark_model import ops
 from dspark_model.config_keys import ConfigError
 from dspark_model.context_latents import ContextLatents
+from dspark_model.external_pool import ExternalLatentPool
 from dspark_model.fast_paths import backends, obstacles
 from dspark_model.graph_runner import DecodeOutputs, GraphRunner, why_not_captured
 from dspark_model.in_flight import StepsInFlight
-from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool, PagedLatents, PrefixHandle
+from dspark_model.kv_pool import LatentKVPool, PagedLatents, PrefixHandle
 from dspark_model.low_m import LowMPath
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import NO_TOKEN, BlockShape

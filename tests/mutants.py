@@ -109,7 +109,7 @@ MUTANTS = (
         "test_kv_pool.py::test_prefix_cannot_be_released_twice_or_used_after",
     ),
     Mutant(
-        "huge_page_number_wraps", "dspark_model/kv_pool.py",
+        "huge_page_number_wraps", "dspark_model/external_pool.py",
         "torch.where(named, block_table, -1).max().item() // self.divisor",
         "table.max().item()",
         "test_kv_pool.py::test_external_table_is_refused[table5-names page 4294967296, but the pool has 40]",

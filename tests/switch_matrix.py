@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from dspark_model import ContextChunk, DFlashWorker, DrafterConfig, GenerationRows, LatentKVPool, PoolConfig, StepInput
-from dspark_model.kv_pool import ExternalLatentPool, PagedLatents
+from dspark_model.external_pool import ExternalLatentPool
+from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import pool_row_width
 from dspark_model.runtime import pool_dtype_for

@@ -9,7 +9,8 @@ from drafting import make_worker, random_hidden
 
 from dspark_model import ContextChunk, DFlashWorker, GenerationRows, LatentKVPool, PoolConfig, StepInput
 from dspark_model.config_keys import ConfigError
-from dspark_model.kv_pool import CapacityError, ExternalLatentPool
+from dspark_model.external_pool import ExternalLatentPool
+from dspark_model.kv_pool import CapacityError
 from dspark_model.serving_config import RuntimeConfig
 from dspark_model.testing import assert_bitwise_equal, poison_, random_model, tiny_config
 

@@ -10,7 +10,7 @@ from switch_matrix import make_worker, small_model
 
 from dspark_model import ConfigError, ContextChunk, DFlashWorker, LatentKVPool, PoolConfig, RuntimeConfig, StepInput, fast_paths
 from dspark_model import runtime as runtime_module
-from dspark_model.kv_pool import ExternalLatentPool
+from dspark_model.external_pool import ExternalLatentPool
 from dspark_model.runtime import Obstacle, Surroundings, resolve_runtime
 from dspark_model.serving_config import Layout, Switch
 

@@ -5,7 +5,8 @@ import torch
 from worker_kit import digest, external_pool, ids, make_pool, page_digests
 
 from dspark_model.config_keys import ConfigError
-from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool
+from dspark_model.external_pool import ExternalLatentPool
+from dspark_model.kv_pool import LatentKVPool
 from dspark_model.page_allocator import CapacityError
 from dspark_model.serving_config import Layout, PoolConfig
 from dspark_model.testing import tiny_config

@@ -6,7 +6,8 @@ import hashlib
 import torch
 from worker_reference import DenseDrafter
 
-from dspark_model.kv_pool import ExternalLatentPool, LatentKVPool
+from dspark_model.external_pool import ExternalLatentPool
+from dspark_model.kv_pool import LatentKVPool
 from dspark_model.ops import pool_row_width
 from dspark_model.serving_config import PoolConfig, RuntimeConfig
 from dspark_model.step_io import ContextChunk, GenerationRows, StepInput
