@@ -2,6 +2,11 @@
 
 A candidate is one int64 word, so that it is published and read whole: bits 63 to 32 the logit as an integer of the same order,
 31 to 8 the complement of its id, 7 to 0 the launch's tag.  The largest word is the largest logit with the lowest id.
+
+Where drafts are drawn, the programs meet twice a draft.  Each publishes with its candidate how much its ids weigh beside it:
+the sum of exp(logit / temperature - the candidate's), a float64 whose lowest 8 bits are the launch's tag.  From these all
+programs find, by the same sums in the same order, the one program among whose ids the draw falls.  It finds the id and
+publishes that: bits 31 to 8 the id, 7 to 0 the tag.
 """
 
 import torch
@@ -13,6 +18,8 @@ _LOWEST = tl.constexpr(-(1 << 63))  # below the word of -inf
 _NAN = tl.constexpr(0x7FFFFFFE)  # above inf
 _PENDING = tl.constexpr((1 << 63) - 1)  # above the words of NaN
 _TAGS = tl.constexpr((1 << 8) - 1)
+_WEIGHTLESS = tl.constexpr(-80.0)  # exp of it is far above the smallest float32, and 2^24 of it weigh nothing
+_BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 
 
 @triton.jit(do_not_specialize=["batch"])  # one compilation for all batches of as many lanes
@@ -25,11 +32,13 @@ def markov_chain_kernel(
     w1_stride,
     w2_ptr,  # [V, R], or None
     w2_stride,
-    words_ptr,  # [K, B, programs] int64, the words of the launch before or zeros
+    temperatures_ptr,  # [B] float32, or None
+    uniforms_ptr,  # [B, K] float32, or None
+    words_ptr,  # [K, B, WORDS] int64, the words of the launch before or zeros
     generation_ptr,  # [1] int64, launches before this one
     drafts_ptr,  # [B, K] int64
     previous_ptr,  # [B, K] int64
-    biased_ptr,  # [B, K, V] float32, or None
+    biased_ptr,  # [B, K, V] float32; None for logits that are not kept, unless drafts are drawn
     batch,
     vocab,
     rank,
@@ -51,6 +60,12 @@ def markov_chain_kernel(
     previous = tl.load(anchors_ptr + rows, mask=live, other=0)
     base_rows = base_ptr + rows.to(tl.int64) * base_batch_stride
     first = program * tiles * TILE + tl.arange(0, TILE)
+    word_stride = tl.num_programs(0)
+    if temperatures_ptr is not None:
+        word_stride = 2 * word_stride + 1
+        heat = tl.load(temperatures_ptr + rows, mask=live, other=0.0)
+        drawn = heat > 0
+        heat = tl.where(drawn, heat, 1.0)
     if HELD:
         if w2_ptr is not None:
             w2 = _w2_part(w2_ptr, w2_stride, first, vocab, 0, rank, RANK_LANES)
@@ -58,11 +73,16 @@ def markov_chain_kernel(
     for step in range(DRAFTS):
         if program == 0:
             tl.store(previous_ptr + rows * DRAFTS + step, previous, mask=live)
+        if temperatures_ptr is not None:
+            uniform = tl.load(uniforms_ptr + rows * DRAFTS + step, mask=live, other=0.0)
+            weight = tl.zeros((BATCH_LANES,), tl.float64)
         if HELD:
             if w2_ptr is not None:
                 part = _w1_part(w1_ptr, w1_stride, previous, live, 0, rank, RANK_LANES)
                 base += _product(w2, part, WIDEN)
             best = _choose(base, first, vocab, live, biased_ptr, step, DRAFTS)
+            if temperatures_ptr is not None:
+                weight = _add_weights(weight, best, best, base, first, vocab, heat)
         else:
             best = tl.full((BATCH_LANES,), _LOWEST, tl.int64)
             for tile in range(tiles):
@@ -74,16 +94,27 @@ def markov_chain_kernel(
                         part = _w1_part(w1_ptr, w1_stride, previous, live, start, rank, RANK_LANES)
                         bias += _product(_w2_part(w2_ptr, w2_stride, ids, vocab, start, rank, RANK_LANES), part, WIDEN)
                     biased += bias
+                before = best
                 best = tl.maximum(best, _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS))
-        words = words_ptr + (step * batch + rows) * tl.num_programs(0)
+                if temperatures_ptr is not None:
+                    weight = _add_weights(weight, before, best, biased, ids, vocab, heat)
+        words = words_ptr + (step * batch + rows) * word_stride
         # The word carries all that the others need, so that no order with other memory is asked for.
         tl.atomic_xchg(words + program, best | tag, mask=live, sem="relaxed", scope="gpu")
+        if temperatures_ptr is not None:
+            total = (weight.to(tl.int64, bitcast=True) & ~_TAGS) | tag
+            tl.atomic_xchg(words + tl.num_programs(0) + program, total, mask=live, sem="relaxed", scope="gpu")
         if PREFETCH_LINES:
             _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
         if HELD:
             # On its way while the programs meet.
             base = _base_tile(base_rows + (step + 1) * base_step_stride, live & (step + 1 < DRAFTS), first, vocab)
-        if (step + 1 < DRAFTS) | (program == 0):
+        if temperatures_ptr is not None:
+            size = tiles * TILE
+            _draw(words, live, tag, drawn, heat, uniform, biased_ptr, step, vocab, size, DRAFTS, TILE, PROGRAM_LANES)
+            if (step + 1 < DRAFTS) | (program == 0):
+                previous = _meet_again(words + 2 * tl.num_programs(0), live, tag)
+        elif (step + 1 < DRAFTS) | (program == 0):
             previous = _meet(words, live, tag, PROGRAM_LANES)
         if program == 0:
             tl.store(drafts_ptr + rows * DRAFTS + step, previous, mask=live)
@@ -156,6 +187,138 @@ def _best_or_pending(pointers, mask, tag):
 
 
 @triton.jit
+def _logit(words):
+    """Of candidates; -0 comes back as 0, and _LOWEST as NaN."""
+    order = (words >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp(distance):
+    """Of a distance from the largest: 0 for NaN and where it is far below."""
+    return tl.where(distance >= _WEIGHTLESS, tl.exp(distance), 0.0)
+
+
+@triton.jit
+def _add_weights(weight, before, best, biased, ids, vocab, heat):
+    """float64 [BATCH_LANES]: the weight beside the candidates `before`, and that of a tile, beside the candidates `best`."""
+    top = tl.div_rn(_logit(best), heat)
+    tile = _exp(tl.div_rn(biased, tl.broadcast_to(heat[None, :], biased.shape)) - top[None, :])
+    tile = tl.where((ids < vocab)[:, None], tile, 0.0).to(tl.float64)
+    return weight * _exp(tl.div_rn(_logit(before), heat) - top).to(tl.float64) + tl.sum(tile, 0)
+
+
+@triton.jit
+def _draw(
+    words,
+    live,
+    tag,
+    drawn,
+    heat,
+    uniform,
+    biased_ptr,
+    step,
+    vocab,
+    size,
+    DRAFTS: tl.constexpr,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Waits for all programs' words of a draft.  Publishes the chosen ids of the requests whose draw falls among the `size` ids
+    of this program; program 0 those of the requests that are not drawn."""
+    program = tl.program_id(0)
+    candidates, weights = _meet_with_weights(words, live, tag, LANES)
+    best = tl.max(candidates, 1)
+    top = tl.div_rn(_logit(best), heat)
+    tops = tl.div_rn(_logit(candidates), tl.broadcast_to(heat[:, None], candidates.shape))
+    owner, rest, own_top = _owner(weights, tops, top, uniform, LANES)
+    chosen = tl.where(drawn, 0, ((best >> 8) & _MAX_ID) ^ _MAX_ID)
+    searched = drawn & (tl.abs(top) < float("inf"))  # otherwise a softmax of NaN, whose draw is id 0
+    mine = live & (tl.where(searched, owner, 0) == program)
+    left = mine & searched
+    rows = tl.arange(0, uniform.shape[0])
+    tl.debug_barrier()  # other threads read the logits than those that stored them
+    while tl.max(left.to(tl.int32), 0) > 0:
+        row = tl.min(tl.where(left, rows, uniform.shape[0]), 0)
+        this = rows == row
+        found = _search(
+            biased_ptr + (row.to(tl.int64) * DRAFTS + step) * vocab,
+            program * size,
+            size,
+            vocab,
+            tl.sum(tl.where(this, heat, 0.0), 0),
+            tl.sum(tl.where(this, own_top, 0.0), 0),
+            tl.sum(tl.where(this, top, 0.0), 0),
+            tl.sum(tl.where(this, rest, 0.0), 0),
+            TILE,
+        )
+        chosen = tl.where(this, found, chosen)
+        left = left & (rows != row)
+    tl.atomic_xchg(words + 2 * tl.num_programs(0), (chosen << 8) | tag, mask=mine, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _meet_with_weights(words, live, tag, LANES: tl.constexpr):
+    """Waits for all programs' words of a draft: candidates, and what their ids weigh beside them, [BATCH_LANES, LANES]."""
+    programs = tl.arange(0, LANES)
+    pointers = words[:, None] + programs[None, :]
+    mask = live[:, None] & (programs < tl.num_programs(0))[None, :]
+    candidates = tl.load(pointers, mask=mask, other=tag | _LOWEST, volatile=True)
+    weights = tl.load(pointers + tl.num_programs(0), mask=mask, other=tag, volatile=True)
+    while tl.max(tl.max(((candidates ^ tag) | (weights ^ tag)) & _TAGS, 1), 0) != 0:
+        candidates = tl.load(pointers, mask=mask, other=tag | _LOWEST, volatile=True)
+        weights = tl.load(pointers + tl.num_programs(0), mask=mask, other=tag, volatile=True)
+    return candidates, (weights & ~_TAGS).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _owner(weights, tops, top, uniform, LANES: tl.constexpr):
+    """Of each request: the program among whose ids the draw falls, the part of that program's weight in front of the draw, and
+    its largest logit / temperature.  All programs do the same sums, and so find the same."""
+    programs = tl.arange(0, LANES)[None, :]
+    factors = _exp(tops - top[:, None])
+    parts = weights * factors.to(tl.float64)
+    running = tl.cumsum(parts, 1)
+    uniform = tl.minimum(tl.where(uniform > 0, uniform, 0.0), _BELOW_ONE)
+    wanted = uniform.to(tl.float64) * tl.max(running, 1)
+    some = parts > 0
+    owner = tl.min(tl.where(some & (running > wanted[:, None]), programs, LANES), 1)
+    owner = tl.where(owner == LANES, tl.max(tl.where(some, programs, 0), 1), owner)
+    before = tl.max(tl.where(programs < owner[:, None], running, 0.0), 1)
+    own = programs == owner[:, None]
+    factor = tl.max(tl.where(own, factors, 0.0), 1)
+    rest = tl.maximum(wanted - before, 0.0) / factor.to(tl.float64)
+    return owner, rest, tl.sum(tl.where(own, tops, 0.0), 1)
+
+
+@triton.jit
+def _search(logits, start, size, vocab, heat, own_top, top, rest, TILE: tl.constexpr):
+    """The smallest of `size` ids whose running weight exceeds `rest`; where rounding makes none exceed, the last with any."""
+    running = tl.full((), 0.0, tl.float64)
+    found = tl.full((), _MAX_ID + 1, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    for offset in range(0, size, TILE):
+        ids = start + offset + tl.arange(0, TILE)
+        cooled = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
+        cooled = tl.div_rn(cooled, tl.broadcast_to(heat, cooled.shape))
+        weights = tl.where(cooled - top >= _WEIGHTLESS, _exp(cooled - own_top), 0.0).to(tl.float64)
+        reached = (weights > 0) & (running + tl.cumsum(weights, 0) > rest)
+        found = tl.minimum(found, tl.min(tl.where(reached, ids, _MAX_ID + 1), 0))
+        last = tl.maximum(last, tl.max(tl.where(weights > 0, ids, 0), 0))
+        running += tl.sum(weights, 0)
+    return tl.where(found > _MAX_ID, last, found)
+
+
+@triton.jit
+def _meet_again(picks, live, tag):
+    """Waits for the drawn words of a draft; the chosen ids, int64 [BATCH_LANES]."""
+    found = tl.load(picks, mask=live, other=tag, volatile=True)
+    while tl.max((found ^ tag) & _TAGS, 0) != 0:
+        found = tl.load(picks, mask=live, other=tag, volatile=True)
+    return found >> 8
+
+
+@triton.jit
 def _prefetch_rows(w1_ptr, w1_stride, words, live, LINES: tl.constexpr):
     """Brings the W1 rows of this program's candidates into the L2 cache: one of them is read next, by all."""
     ids = tl.where(live, ((words >> 8) & _MAX_ID) ^ _MAX_ID, 0)
@@ -168,9 +331,11 @@ def _prefetch_rows(w1_ptr, w1_stride, words, live, LINES: tl.constexpr):
 
 def launch_markov_chain(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    draws: tuple[torch.Tensor | None, torch.Tensor | None],
     meeting: tuple[torch.Tensor, torch.Tensor],
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     *,
+    programs: int,
     tile: int,
     tiles: int,
     rank_lanes: int,
@@ -180,11 +345,11 @@ def launch_markov_chain(
     cooperative: bool,
     prefetch: bool,
 ) -> None:
-    """inputs: base [B, K, V], anchors, W1, W2; meeting: words [K, B, programs], generation; outputs: drafts, previous, biased
-    or None; see the kernel for dtypes."""
+    """inputs: base [B, K, V], anchors, W1, W2; draws: temperatures [B] and uniforms [B, K], or None twice; meeting: words
+    [K, B, programs], or [K, B, 2 * programs + 1] where drafts are drawn, and generation; outputs: drafts, previous, biased or,
+    where none are drawn, None; see the kernel for dtypes."""
     (base, anchors, w1, w2), (words, generation), (drafts, previous, biased) = inputs, meeting, outputs
     batch, steps, vocab = base.shape
-    programs = words.shape[-1]
     # The interpreter has no caches.  Whole lines alone, so that nothing behind the row is asked for.
     line_values = 128 if w1 is None else 128 // w1.element_size()
     whole = w1 is not None and w1.shape[1] % line_values == 0 and not triton.knobs.runtime.interpret
@@ -198,6 +363,7 @@ def launch_markov_chain(
         0 if w1 is None else w1.stride(0),
         w2,
         0 if w2 is None else w2.stride(0),
+        *draws,
         words,
         generation,
         drafts,
