@@ -106,12 +106,13 @@ def markov_chain_kernel(
             tl.atomic_xchg(words + tl.num_programs(0) + program, total, mask=live, sem="relaxed", scope="gpu")
         if PREFETCH_LINES:
             _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
+        if temperatures_ptr is not None:
+            size = tiles * TILE
+            _draw(words, live, tag, drawn, heat, uniform, biased_ptr, step, vocab, size, DRAFTS, TILE, PROGRAM_LANES)
         if HELD:
             # On its way while the programs meet.
             base = _base_tile(base_rows + (step + 1) * base_step_stride, live & (step + 1 < DRAFTS), first, vocab)
         if temperatures_ptr is not None:
-            size = tiles * TILE
-            _draw(words, live, tag, drawn, heat, uniform, biased_ptr, step, vocab, size, DRAFTS, TILE, PROGRAM_LANES)
             if (step + 1 < DRAFTS) | (program == 0):
                 previous = _meet_again(words + 2 * tl.num_programs(0), live, tag)
         elif (step + 1 < DRAFTS) | (program == 0):
