@@ -20,6 +20,7 @@ _PENDING = tl.constexpr((1 << 63) - 1)  # above the words of NaN
 _TAGS = tl.constexpr((1 << 8) - 1)
 _WEIGHTLESS = tl.constexpr(-80.0)  # exp of it is far above the smallest float32, and 2^24 of it weigh nothing
 _BELOW_ONE = tl.constexpr(1 - 2.0**-24)
+_MOST_DRAWS = 16  # found together: with more, registers spill
 
 
 @triton.jit(do_not_specialize=["batch"])  # one compilation for all batches of as many lanes
@@ -46,6 +47,7 @@ def markov_chain_kernel(
     DRAFTS: tl.constexpr,
     TILE: tl.constexpr,
     BATCH_LANES: tl.constexpr,
+    DRAW_LANES: tl.constexpr,  # requests whose draws are found together
     RANK_LANES: tl.constexpr,  # the whole rank where HELD
     PROGRAM_LANES: tl.constexpr,
     HELD: tl.constexpr,  # each program's rows of W2 stay on the chip
@@ -60,12 +62,6 @@ def markov_chain_kernel(
     previous = tl.load(anchors_ptr + rows, mask=live, other=0)
     base_rows = base_ptr + rows.to(tl.int64) * base_batch_stride
     first = program * tiles * TILE + tl.arange(0, TILE)
-    word_stride = tl.num_programs(0)
-    if temperatures_ptr is not None:
-        word_stride = 2 * word_stride + 1
-        heat = tl.load(temperatures_ptr + rows, mask=live, other=0.0)
-        drawn = heat > 0
-        heat = tl.where(drawn, heat, 1.0)
     if HELD:
         if w2_ptr is not None:
             w2 = _w2_part(w2_ptr, w2_stride, first, vocab, 0, rank, RANK_LANES)
@@ -73,16 +69,11 @@ def markov_chain_kernel(
     for step in range(DRAFTS):
         if program == 0:
             tl.store(previous_ptr + rows * DRAFTS + step, previous, mask=live)
-        if temperatures_ptr is not None:
-            uniform = tl.load(uniforms_ptr + rows * DRAFTS + step, mask=live, other=0.0)
-            weight = tl.zeros((BATCH_LANES,), tl.float64)
         if HELD:
             if w2_ptr is not None:
                 part = _w1_part(w1_ptr, w1_stride, previous, live, 0, rank, RANK_LANES)
                 base += _product(w2, part, WIDEN)
             best = _choose(base, first, vocab, live, biased_ptr, step, DRAFTS)
-            if temperatures_ptr is not None:
-                weight = _add_weights(weight, best, best, base, first, vocab, heat)
         else:
             best = tl.full((BATCH_LANES,), _LOWEST, tl.int64)
             for tile in range(tiles):
@@ -94,27 +85,47 @@ def markov_chain_kernel(
                         part = _w1_part(w1_ptr, w1_stride, previous, live, start, rank, RANK_LANES)
                         bias += _product(_w2_part(w2_ptr, w2_stride, ids, vocab, start, rank, RANK_LANES), part, WIDEN)
                     biased += bias
-                before = best
                 best = tl.maximum(best, _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS))
-                if temperatures_ptr is not None:
-                    weight = _add_weights(weight, before, best, biased, ids, vocab, heat)
-        words = words_ptr + (step * batch + rows) * word_stride
-        # The word carries all that the others need, so that no order with other memory is asked for.
-        tl.atomic_xchg(words + program, best | tag, mask=live, sem="relaxed", scope="gpu")
         if temperatures_ptr is not None:
-            total = (weight.to(tl.int64, bitcast=True) & ~_TAGS) | tag
-            tl.atomic_xchg(words + tl.num_programs(0) + program, total, mask=live, sem="relaxed", scope="gpu")
-        if PREFETCH_LINES:
-            _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
-        if temperatures_ptr is not None:
-            size = tiles * TILE
-            _draw(words, live, tag, drawn, heat, uniform, biased_ptr, step, vocab, size, DRAFTS, TILE, PROGRAM_LANES)
+            words = words_ptr + step * batch * (2 * tl.num_programs(0) + 1)
+            logits = biased_ptr + step * vocab
+            # Other threads read the logits than those that stored them.
+            tl.debug_barrier()
+            for start in range(0, batch, DRAW_LANES):
+                requests = start + tl.arange(0, DRAW_LANES)
+                heat, _ = _temperatures(temperatures_ptr, requests, batch)
+                _publish_weights(words, logits, DRAFTS * vocab, requests, batch, heat, vocab, tiles * TILE, tag, TILE)
+            for start in range(0, batch, DRAW_LANES):
+                requests = start + tl.arange(0, DRAW_LANES)
+                heat, drawn = _temperatures(temperatures_ptr, requests, batch)
+                uniform = tl.load(uniforms_ptr + requests * DRAFTS + step, mask=requests < batch, other=0.0)
+                _draw(
+                    words,
+                    logits,
+                    DRAFTS * vocab,
+                    requests,
+                    batch,
+                    heat,
+                    drawn,
+                    uniform,
+                    vocab,
+                    tiles * TILE,
+                    tag,
+                    TILE,
+                    PROGRAM_LANES,
+                )
+        else:
+            words = words_ptr + (step * batch + rows) * tl.num_programs(0)
+            # The word carries all that the others need, so that no order with other memory is asked for.
+            tl.atomic_xchg(words + program, best | tag, mask=live, sem="relaxed", scope="gpu")
+            if PREFETCH_LINES:
+                _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
         if HELD:
             # On its way while the programs meet.
             base = _base_tile(base_rows + (step + 1) * base_step_stride, live & (step + 1 < DRAFTS), first, vocab)
         if temperatures_ptr is not None:
             if (step + 1 < DRAFTS) | (program == 0):
-                previous = _meet_again(words + 2 * tl.num_programs(0), live, tag)
+                previous = _meet_again(words, live, tag)
         elif (step + 1 < DRAFTS) | (program == 0):
             previous = _meet(words, live, tag, PROGRAM_LANES)
         if program == 0:
@@ -157,16 +168,21 @@ def _base_tile(base_rows, live, ids, vocab):
 @triton.jit
 def _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS: tl.constexpr):
     """The best word of each request, without a tag; keeps the logits where `biased_ptr` says so."""
-    exists = (ids < vocab)[:, None]
     if biased_ptr is not None:
         rows = tl.arange(0, biased.shape[1]).to(tl.int64) * DRAFTS + step
-        tl.store(biased_ptr + rows[None, :] * vocab + ids[:, None], biased, mask=exists & live[None, :])
+        exists = (ids < vocab)[:, None] & live[None, :]
+        tl.store(biased_ptr + rows[None, :] * vocab + ids[:, None], biased, mask=exists)
+    return _best(biased, ids, vocab)
+
+
+@triton.jit
+def _best(biased, ids, vocab):
     bits = biased.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(biased == 0, 0, order)  # -0 is no smaller than 0
     order = tl.where(biased != biased, _NAN, order)
     words = (order.to(tl.int64) << 32) | ((ids ^ _MAX_ID).to(tl.int64) << 8)[:, None]
-    return tl.max(tl.where(exists, words, _LOWEST), 0)
+    return tl.max(tl.where((ids < vocab)[:, None], words, _LOWEST), 0)
 
 
 @triton.jit
@@ -201,49 +217,58 @@ def _exp(distance):
 
 
 @triton.jit
-def _add_weights(weight, before, best, biased, ids, vocab, heat):
-    """float64 [BATCH_LANES]: the weight beside the candidates `before`, and that of a tile, beside the candidates `best`."""
-    top = tl.div_rn(_logit(best), heat)
-    tile = _exp(tl.div_rn(biased, tl.broadcast_to(heat[None, :], biased.shape)) - top[None, :])
-    tile = tl.where((ids < vocab)[:, None], tile, 0.0).to(tl.float64)
-    return weight * _exp(tl.div_rn(_logit(before), heat) - top).to(tl.float64) + tl.sum(tile, 0)
+def _temperatures(temperatures_ptr, requests, batch):
+    """Of requests, 1 for those that are not drawn; and which are."""
+    heat = tl.load(temperatures_ptr + requests, mask=requests < batch, other=0.0)
+    return tl.where(heat > 0, heat, 1.0), heat > 0
+
+
+@triton.jit
+def _publish_weights(words, logits, row_stride, requests, batch, heat, vocab, size, tag, TILE: tl.constexpr):
+    """Publishes the candidates among this program's ids, and what these ids weigh beside them."""
+    program, programs, live = tl.program_id(0), tl.num_programs(0), requests < batch
+    best, weight = _weigh(logits + requests.to(tl.int64) * row_stride, live, program * size, size, vocab, heat, TILE)
+    own_words = words + requests * (2 * programs + 1) + program
+    # The words carry all that the others need, so that no order with other memory is asked for.
+    tl.atomic_xchg(own_words, best | tag, mask=live, sem="relaxed", scope="gpu")
+    weight_words = (weight.to(tl.int64, bitcast=True) & ~_TAGS) | tag
+    tl.atomic_xchg(own_words + programs, weight_words, mask=live, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _draw(
     words,
-    live,
-    tag,
-    drawn,
+    logits,
+    row_stride,
+    requests,
+    batch,
     heat,
+    drawn,
     uniform,
-    biased_ptr,
-    step,
     vocab,
     size,
-    DRAFTS: tl.constexpr,
+    tag,
     TILE: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Waits for all programs' words of a draft.  Publishes the chosen ids of the requests whose draw falls among the `size` ids
-    of this program; program 0 those of the requests that are not drawn."""
-    program = tl.program_id(0)
+    """Waits for all programs' words.  Publishes the ids of the requests whose draw falls among this program's own; program 0
+    those of the requests that are not drawn."""
+    program, programs, live = tl.program_id(0), tl.num_programs(0), requests < batch
+    words += requests * (2 * programs + 1)
     candidates, weights = _meet_with_weights(words, live, tag, LANES)
     best = tl.max(candidates, 1)
     top = tl.div_rn(_logit(best), heat)
     tops = tl.div_rn(_logit(candidates), tl.broadcast_to(heat[:, None], candidates.shape))
-    owner, rest, own_top = _owner(weights, tops, top, uniform, LANES)
+    owner, rest, own_top = _owner(weights, tops, top, uniform)
     chosen = tl.where(drawn, 0, ((best >> 8) & _MAX_ID) ^ _MAX_ID)
     searched = drawn & (tl.abs(top) < float("inf"))  # otherwise a softmax of NaN, whose draw is id 0
     mine = live & (tl.where(searched, owner, 0) == program)
     left = mine & searched
-    rows = tl.arange(0, uniform.shape[0])
-    tl.debug_barrier()  # other threads read the logits than those that stored them
     while tl.max(left.to(tl.int32), 0) > 0:
-        row = tl.min(tl.where(left, rows, uniform.shape[0]), 0)
-        this = rows == row
+        request = tl.min(tl.where(left, requests, batch), 0)
+        this = requests == request
         found = _search(
-            biased_ptr + (row.to(tl.int64) * DRAFTS + step) * vocab,
+            logits + request.to(tl.int64) * row_stride,
             program * size,
             size,
             vocab,
@@ -254,13 +279,30 @@ def _draw(
             TILE,
         )
         chosen = tl.where(this, found, chosen)
-        left = left & (rows != row)
-    tl.atomic_xchg(words + 2 * tl.num_programs(0), (chosen << 8) | tag, mask=mine, sem="relaxed", scope="gpu")
+        left = left & (requests != request)
+    tl.atomic_xchg(words + 2 * programs, (chosen << 8) | tag, mask=mine, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _weigh(logits, live, start, size, vocab, heat, TILE: tl.constexpr):
+    """The best word of each request among `size` ids, without a tag, and what these ids weigh beside it, float64."""
+    best = tl.full(live.shape, _LOWEST, tl.int64)
+    weight = tl.zeros(live.shape, tl.float64)
+    for offset in range(0, size, TILE):
+        ids = start + offset + tl.arange(0, TILE)
+        biased = _base_tile(logits, live, ids, vocab)
+        before = tl.div_rn(_logit(best), heat)
+        best = tl.maximum(best, _best(biased, ids, vocab))
+        top = tl.div_rn(_logit(best), heat)
+        tile = _exp(tl.div_rn(biased, tl.broadcast_to(heat[None, :], biased.shape)) - top[None, :])
+        tile = tl.where((ids < vocab)[:, None], tile, 0.0).to(tl.float64)
+        weight = weight * _exp(before - top).to(tl.float64) + tl.sum(tile, 0)
+    return best, weight
 
 
 @triton.jit
 def _meet_with_weights(words, live, tag, LANES: tl.constexpr):
-    """Waits for all programs' words of a draft: candidates, and what their ids weigh beside them, [BATCH_LANES, LANES]."""
+    """Waits for all programs' words of a draft: candidates, and what their ids weigh beside them, [DRAW_LANES, LANES]."""
     programs = tl.arange(0, LANES)
     pointers = words[:, None] + programs[None, :]
     mask = live[:, None] & (programs < tl.num_programs(0))[None, :]
@@ -273,18 +315,18 @@ def _meet_with_weights(words, live, tag, LANES: tl.constexpr):
 
 
 @triton.jit
-def _owner(weights, tops, top, uniform, LANES: tl.constexpr):
+def _owner(weights, tops, top, uniform):
     """Of each request: the program among whose ids the draw falls, the part of that program's weight in front of the draw, and
     its largest logit / temperature.  All programs do the same sums, and so find the same."""
-    programs = tl.arange(0, LANES)[None, :]
+    programs = tl.arange(0, tops.shape[1])[None, :]
     factors = _exp(tops - top[:, None])
     parts = weights * factors.to(tl.float64)
     running = tl.cumsum(parts, 1)
     uniform = tl.minimum(tl.where(uniform > 0, uniform, 0.0), _BELOW_ONE)
     wanted = uniform.to(tl.float64) * tl.max(running, 1)
     some = parts > 0
-    owner = tl.min(tl.where(some & (running > wanted[:, None]), programs, LANES), 1)
-    owner = tl.where(owner == LANES, tl.max(tl.where(some, programs, 0), 1), owner)
+    owner = tl.min(tl.where(some & (running > wanted[:, None]), programs, tops.shape[1]), 1)
+    owner = tl.where(owner == tops.shape[1], tl.max(tl.where(some, programs, 0), 1), owner)
     before = tl.max(tl.where(programs < owner[:, None], running, 0.0), 1)
     own = programs == owner[:, None]
     factor = tl.max(tl.where(own, factors, 0.0), 1)
@@ -311,8 +353,10 @@ def _search(logits, start, size, vocab, heat, own_top, top, rest, TILE: tl.const
 
 
 @triton.jit
-def _meet_again(picks, live, tag):
-    """Waits for the drawn words of a draft; the chosen ids, int64 [BATCH_LANES]."""
+def _meet_again(words, live, tag):
+    """Waits for the chosen ids of a draft, int64 [BATCH_LANES]."""
+    programs = tl.num_programs(0)
+    picks = words + tl.arange(0, live.shape[0]) * (2 * programs + 1) + 2 * programs
     found = tl.load(picks, mask=live, other=tag, volatile=True)
     while tl.max((found ^ tag) & _TAGS, 0) != 0:
         found = tl.load(picks, mask=live, other=tag, volatile=True)
@@ -377,6 +421,7 @@ def launch_markov_chain(
         DRAFTS=steps,
         TILE=tile,
         BATCH_LANES=batch_lanes,
+        DRAW_LANES=min(triton.next_power_of_2(batch), _MOST_DRAWS),
         RANK_LANES=rank_lanes,
         PROGRAM_LANES=triton.next_power_of_2(programs),
         HELD=held,
