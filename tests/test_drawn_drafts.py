@@ -23,8 +23,11 @@ def torch_products(monkeypatch):
         monkeypatch.setattr(LowMPath, "takes_head", staticmethod(lambda rows: False))
 
 
-def run_steps(sampling: tuple[SamplingParams, ...]) -> list[torch.Tensor]:
-    """Prefill, then three steps whose target likes some drafts; tokens, counts and confidence of each."""
+def run_steps(sampling: tuple[SamplingParams, ...], later: tuple[SamplingParams, ...] | None = None) -> list[torch.Tensor]:
+    """Prefill, then three steps whose target likes some drafts; tokens, counts and confidence of each.
+
+    later: how the steps behind the prefill are sampled, as the prefill where it is None.
+    """
     config, count = tiny_config(), len(sampling)
     pool_config = PoolConfig(page_size=8, num_pages=64, max_requests=3, max_positions=100, num_drafts=7)
     pool = LatentKVPool(pool_config, config, dtype=torch.float32, device=DEVICE)
@@ -41,14 +44,14 @@ def run_steps(sampling: tuple[SamplingParams, ...]) -> list[torch.Tensor]:
         given = {"request_id": request, "target_hidden": rows, "start_position": 0, "anchor": request + 7}
         chunks.append(ContextChunk(**given, sampling=sampling[request]))
     output = worker.step(StepInput(context=chunks))
-    seen = [output.draft_tokens, output.confidence]
+    seen, later = [output.draft_tokens, output.confidence], sampling if later is None else later
     for liked in (0, 4, 7):
         logits = normal(count, 8, config.vocab_size)
         logits[:, :liked].scatter_add_(
             2, output.draft_tokens[:, :liked, None], torch.full((count, liked, 1), 9.0, device=DEVICE)
         )
         rows = {"request_ids": list(range(count)), "target_hidden": normal(count, 8, config.context_width)}
-        output = worker.step(StepInput(generation=GenerationRows(**rows, target_logits=logits, sampling=list(sampling))))
+        output = worker.step(StepInput(generation=GenerationRows(**rows, target_logits=logits, sampling=list(later))))
         seen += [output.num_committed, output.committed_tokens, output.draft_tokens, output.confidence]
     return [tensor.cpu() for tensor in seen]
 
@@ -83,3 +86,6 @@ def test_greedy_requests_keep_the_greedy_chain(monkeypatch):
     monkeypatch.setattr(LowMPath, "chain_workspace", count_workspaces)
     run_steps((COLD, COLD))
     assert used == [False] * 4
+    used.clear()
+    run_steps((HOT,), (COLD,))
+    assert used == [True, False, False, False]

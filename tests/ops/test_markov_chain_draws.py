@@ -153,6 +153,14 @@ def test_draws_fall_to_the_program_that_holds_them():
         assert draw(rows, 0.1, [0.0, HIGHEST], plan=plan) == [0, 62]
         assert draw(torch.zeros(64), 1.0, torch.arange(64) / 64, plan=plan) == list(range(64))
         assert draw(torch.zeros(64), 1.0, (torch.arange(64) + 1) / 64 - 2**-24, plan=plan) == list(range(64))
+        assert draw(torch.zeros(64), 1.0, [-1.0, 1.0, math.inf], plan=plan) == [0, 63, 63]
+        assert 0 <= draw(torch.zeros(64), 1.0, [math.nan], plan=plan)[0] < 64
+        rows = torch.full((64,), -math.inf)
+        rows[[16, 17, 63]] = torch.tensor([-81.0, -79.0, 0.0])  # 81 below the largest has no probability
+        assert draw(rows, 1.0, [0.0, HIGHEST], plan=plan) == [17, 63]
+        for place, value in ((5, math.nan), (40, math.nan), (40, math.inf)):
+            rows[place] = value
+            assert draw(rows, 1.0, [0.0, 0.9], plan=plan) == [0, 0]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -213,9 +221,11 @@ def test_temperatures_at_both_ends():
 
 
 def test_uniforms_outside_the_range_count_as_the_nearest_inside():
+    """So that whatever is passed, some program finds an id."""
     rows = torch.randn(150)
-    first, last = draw(rows, 1.0, [0.0, HIGHEST])
-    assert draw(rows, 1.0, [-1.0, -math.inf, math.nan, 1.0, 2.0, math.inf]) == [first] * 3 + [last] * 3
+    rows[[0, 149]] = -math.inf
+    assert draw(rows, 1.0, [-1.0, -math.inf, 1.0, 2.0, math.inf]) == [1, 1, 148, 148, 148]
+    assert 1 <= draw(rows, 1.0, [math.nan])[0] <= 148
 
 
 def test_draws_follow_the_distribution():

@@ -19,7 +19,6 @@ _NAN = tl.constexpr(0x7FFFFFFE)  # above inf
 _PENDING = tl.constexpr((1 << 63) - 1)  # above the words of NaN
 _TAGS = tl.constexpr((1 << 8) - 1)
 _WEIGHTLESS = tl.constexpr(-80.0)  # exp of it is far above the smallest float32, and 2^24 of it weigh nothing
-_BELOW_ONE = tl.constexpr(1 - 2.0**-24)
 _MOST_DRAWS = 16  # found together: with more, registers spill
 
 
@@ -261,9 +260,9 @@ def _draw(
     tops = tl.div_rn(_logit(candidates), tl.broadcast_to(heat[:, None], candidates.shape))
     owner, rest, own_top = _owner(weights, tops, top, uniform)
     chosen = tl.where(drawn, 0, ((best >> 8) & _MAX_ID) ^ _MAX_ID)
-    searched = drawn & (tl.abs(top) < float("inf"))  # otherwise a softmax of NaN, whose draw is id 0
-    mine = live & (tl.where(searched, owner, 0) == program)
-    left = mine & searched
+    # Of a row whose largest logit is not finite nothing has a weight: program 0 finds its first id, id 0.
+    mine = live & (tl.where(drawn, owner, 0) == program)
+    left = mine & drawn
     while tl.max(left.to(tl.int32), 0) > 0:
         request = tl.min(tl.where(left, requests, batch), 0)
         this = requests == request
@@ -322,7 +321,6 @@ def _owner(weights, tops, top, uniform):
     factors = _exp(tops - top[:, None])
     parts = weights * factors.to(tl.float64)
     running = tl.cumsum(parts, 1)
-    uniform = tl.minimum(tl.where(uniform > 0, uniform, 0.0), _BELOW_ONE)
     wanted = uniform.to(tl.float64) * tl.max(running, 1)
     some = parts > 0
     owner = tl.min(tl.where(some & (running > wanted[:, None]), programs, tops.shape[1]), 1)
