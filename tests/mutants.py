@@ -626,7 +626,7 @@ MUTANTS = (
         "greedy_requests_are_drawn_beside_others", "kernels/dspark_kernels/triton/markov_chain.py",
         "return tl.where(heat > 0, heat, 1.0), heat > 0",
         "return tl.where(heat > 0, heat, 1.0), heat >= 0",
-        "ops/test_markov_chain_draws.py::test_greedy_requests_among_drawn_ones_keep_their_bits[held]",
+        "ops/test_markov_chain_draws.py::test_greedy_requests_among_drawn_ones_keep_their_drafts[held]",
     ),
     Mutant(
         "drawn_drafts_have_torchs_chain", "dspark_model/modeling.py",

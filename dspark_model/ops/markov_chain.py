@@ -140,7 +140,7 @@ class ChainWorkspace:
         *,
         sampled: bool = False,
     ) -> "ChainWorkspace":
-        """For blocks of K drafts of B requests, with `markov_w2` [V, R] or without a Markov head, and with temperatures or not."""
+        """For K drafts of B requests, with `markov_w2` [V, R] or without a Markov head; sampled: with temperatures."""
         rank, dtype = (0, torch.bfloat16) if markov_w2 is None else (markov_w2.shape[1], markov_w2.dtype)
         chunked = markov_w2 is not None and _is_chunked(markov_w2)
         plan = ChainPlan.choose(batch, vocab, rank, dtype, device, chunked=chunked, sampled=sampled)
@@ -212,7 +212,7 @@ def markov_chain(
     Same input and plan, same bits.
     A launch draws from probabilities that are within (16 + d) x 2^-22 of those of its own biased logits, as a share of them,
     where biased / t is d below the largest of the row; they are 0 for d above 80.  An index to which `tempered_softmax` gives 0
-    is never drawn, and uniforms outside [0, 1) count as the nearest inside it.
+    is never drawn, whatever the uniform.
     workspace: for a launch, of its backend, this B, K, V and these tables, on their device, with or without temperatures as
     the call.  All programs of the launch wait for one another: it is a cooperative launch of at most one program per
     multiprocessor, which the driver refuses where they cannot all be resident.  Two launches with the same workspace must not

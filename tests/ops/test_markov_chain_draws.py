@@ -65,30 +65,29 @@ def draw(rows: torch.Tensor, temperature: float, uniforms: list[float] | torch.T
 def check(base, anchors, w1, w2, temperatures, uniforms, chain) -> None:
     """Logits within the bound of float64 along the chain's tokens; these are what torch draws from the same logits, unless the
     uniform lies close to a boundary, and always possible."""
-    tokens, biased = chain.draft_tokens.cpu(), chain.biased_logits.cpu()
+    tokens, biased = chain.draft_tokens, chain.biased_logits
+    base, anchors, temperatures, uniforms = (x.to(tokens.device) for x in (base, anchors, temperatures, uniforms))
     previous = torch.cat((anchors[:, None], tokens[:, :-1]), dim=1)
-    assert_bitwise_equal(chain.previous_tokens.cpu(), previous)
+    assert_bitwise_equal(chain.previous_tokens, previous)
     if w1 is None:
         assert_bitwise_equal(biased, base)
     else:
-        rows, w2 = w1.cpu()[previous].double(), w2.cpu().double().T
-        bound = (w1.shape[1] + 2) * 2.0**-23 * (base.double().abs() + rows.abs() @ w2.abs())
-        assert ((biased - (base + rows @ w2)).abs() <= bound).all()
+        rows, columns = w1[previous].double(), w2.double().T
+        bound = (w1.shape[1] + 2) * 2.0**-23 * (base.double().abs() + rows.abs() @ columns.abs())
+        assert ((biased - (base + rows @ columns)).abs() <= bound).all()
     greedy = temperatures == 0
     assert_bitwise_equal(tokens[greedy], biased.argmax(-1)[greedy])
     probs = tempered_softmax(biased, temperatures)
     assert (probs.gather(-1, tokens[..., None])[~greedy] > 0).all()
     wanted = invert_cdf(probs.flatten(0, 1), uniforms.flatten()).view_as(tokens)
-    heat = torch.where(greedy, 1.0, temperatures)[:, None, None]
-    running = torch.softmax((biased / heat).double(), -1).cumsum(-1)
-    distance = (running - uniforms[..., None]).abs()
-    near = distance.amin(-1) <= NEAR
+    exact = torch.softmax((biased / torch.where(greedy, 1.0, temperatures)[:, None, None]).double(), -1)
+    running = exact.cumsum(-1)
+    near = (running - uniforms[..., None]).abs().amin(-1) <= NEAR
     assert ((tokens == wanted) | near | greedy[:, None]).all()
     # Near a boundary the id is one of those that meet there.
-    behind, before = running.gather(-1, tokens[..., None]), (running - running.diff(dim=-1, prepend=running[..., :1] * 0))
-    before = before.gather(-1, tokens[..., None])
-    inside = (uniforms[..., None] <= behind + NEAR) & (uniforms[..., None] >= before - NEAR)
-    assert (inside[..., 0] | greedy[:, None]).all()
+    behind, own = (values.gather(-1, tokens[..., None])[..., 0] for values in (running, exact))
+    inside = (uniforms <= behind + NEAR) & (uniforms >= behind - own - NEAR)
+    assert (inside | greedy[:, None]).all()
 
 
 def case(batch: int, drafts: int, vocab: int, rank: int, dtype: torch.dtype = torch.bfloat16):
@@ -240,13 +239,14 @@ def test_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_greedy_requests_among_drawn_ones_keep_their_bits(plan):
+def test_greedy_requests_among_drawn_ones_keep_their_drafts(plan):
     base, anchors, w1, w2, _, uniforms = case(5, 4, 130, 9)
     base[0, :, [70, 129]] = 99.0
     greedy = fused(base, anchors, w1, w2, None, None, plan=plan)
     mixed = fused(base, anchors, w1, w2, torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0]), uniforms, plan=plan)
-    for name in ("draft_tokens", "previous_tokens", "biased_logits"):
+    for name in ("draft_tokens", "previous_tokens"):
         assert_bitwise_equal(getattr(mixed, name)[::2], getattr(greedy, name)[::2], name)
+    torch.testing.assert_close(mixed.biased_logits[::2], greedy.biased_logits[::2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -310,48 +310,46 @@ def test_what_is_refused(changes, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
-@pytest.mark.parametrize("vocab", [20480, 20483, 40000])
+@pytest.mark.parametrize(("batch", "vocab"), [(1, 20480), (4, 20483), (64, 20480), (3, 40000)])
 def test_programs_meet_on_the_device(batch, vocab):
-    """All multiprocessors; the tags begin anew on the way; greedy launches of the same tables in between."""
-    _, _, w1, w2, _, _ = case(1, 1, vocab, 256)
+    """All multiprocessors; the tags begin anew on the way.  The largest vocabulary has several tiles to a program."""
+    w1, w2 = tables(vocab, 256)
     workspace = ChainWorkspace.for_tables(batch, 7, vocab, w2, HERE, sampled=True)
-    plain = ChainWorkspace.for_plan(dataclasses.replace(workspace.plan, sampled=False), batch, 7, HERE)
     assert workspace.plan.backend == "triton" and workspace.plan.programs > 60
-    workspace.generation.fill_(246)
-    for _ in range(6):
+    workspace.generation.fill_(251)
+    for _ in range(4):
         base, anchors, _, _, heat, uniforms = case(batch, 7, vocab, 0)
         inputs = (base, anchors, w1, w2, heat, uniforms)
         chain = fused(*inputs, workspace=workspace)
         check(*inputs, chain)
-        greedy = fused(base, anchors, w1, w2, None, None, workspace=plain)
-        same = heat == 0
-        assert_bitwise_equal(chain.draft_tokens.cpu()[same], greedy.draft_tokens.cpu()[same])
         again = fused(*inputs, keep_biased=False, workspace=workspace)
         assert_bitwise_equal(again.draft_tokens, chain.draft_tokens)
 
 
 @pytest.mark.gpu
 def test_launches_with_draws_repeat_their_bits():
-    """500 launches, past the last of the 256 tags, without waiting for the host between them."""
-    base, anchors, w1, w2, heat, uniforms = (tensor.to(DEVICE) for tensor in case(4, 7, 20480, 256))
-    workspace = ChainWorkspace.for_tables(4, 7, 20480, w2, HERE, sampled=True)
+    """1,000 launches, past the last of the 256 tags, without waiting for the host between them; greedy ones, which meet
+    elsewhere, in between."""
+    base, anchors, w1, w2, heat, uniforms = (tensor.to(HERE) for tensor in case(4, 7, 20483, 256))
+    workspace = ChainWorkspace.for_tables(4, 7, 20483, w2, HERE, sampled=True)
+    plain = ChainWorkspace.for_tables(4, 7, 20483, w2, HERE)
     options = {"temperatures": heat, "uniforms": uniforms, "backend": "triton", "workspace": workspace}
-    first = markov_chain(base, anchors, w1, w2, **options)
-    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for _ in range(500):
+    first, differ = markov_chain(base, anchors, w1, w2, **options), torch.zeros((), dtype=torch.int64, device=HERE)
+    for _ in range(1000):
+        greedy = markov_chain(base, anchors, w1, w2, backend=plain.plan.backend, workspace=plain)
         chain = markov_chain(base, anchors, w1, w2, **options)
         differ += (chain.draft_tokens != first.draft_tokens).sum() + (chain.biased_logits != first.biased_logits).sum()
-    assert differ.item() == 0 and workspace.generation.item() == 501
+        differ += (chain.draft_tokens != greedy.draft_tokens)[heat == 0].sum()
+    assert differ.item() == 0 and workspace.generation.item() == 1001
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 5])
-def test_a_graph_with_draws_replays(batch):
+@pytest.mark.parametrize(("batch", "vocab"), [(1, 20480), (4, 20483)])
+def test_a_graph_with_draws_replays(batch, vocab):
     """New inputs in each replay, past the last of the 256 tags."""
-    inputs = [tensor.to(DEVICE) for tensor in case(batch, 7, 20480, 256)]
+    inputs = [tensor.to(HERE) for tensor in case(batch, 7, vocab, 256)]
     base, anchors, w1, w2, heat, uniforms = inputs
-    workspace = ChainWorkspace.for_tables(batch, 7, 20480, w2, HERE, sampled=True)
+    workspace = ChainWorkspace.for_tables(batch, 7, vocab, w2, HERE, sampled=True)
     workspace.generation.fill_(240)
     made = {}
 
@@ -362,7 +360,7 @@ def test_a_graph_with_draws_replays(batch):
     graph = capture(work)
     for _ in range(20):
         base.normal_(std=2.0)
-        anchors.random_(20480)
+        anchors.random_(vocab)
         uniforms.uniform_()
         graph.replay()
-        check(base.cpu(), anchors.cpu(), w1, w2, heat.cpu(), uniforms.cpu(), made["chain"])
+        check(*inputs, made["chain"])
