@@ -305,12 +305,19 @@ def _meet_with_weights(words, live, tag, LANES: tl.constexpr):
     programs = tl.arange(0, LANES)
     pointers = words[:, None] + programs[None, :]
     mask = live[:, None] & (programs < tl.num_programs(0))[None, :]
-    candidates = tl.load(pointers, mask=mask, other=tag | _LOWEST, volatile=True)
-    weights = tl.load(pointers + tl.num_programs(0), mask=mask, other=tag, volatile=True)
-    while tl.max(tl.max(((candidates ^ tag) | (weights ^ tag)) & _TAGS, 1), 0) != 0:
-        candidates = tl.load(pointers, mask=mask, other=tag | _LOWEST, volatile=True)
-        weights = tl.load(pointers + tl.num_programs(0), mask=mask, other=tag, volatile=True)
+    more = pointers + tl.num_programs(0)
+    while tl.max(tl.ravel(_missing(pointers, mask, tag) | _missing(more, mask, tag)), 0) != 0:
+        pass
+    # Threads that hold the same word loaded it at different times, and some of them alone may have ended the loop.
+    candidates = tl.load(pointers, mask=mask, other=_LOWEST, volatile=True)
+    weights = tl.load(more, mask=mask, other=0, volatile=True)
     return candidates, (weights & ~_TAGS).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _missing(pointers, mask, tag):
+    """Not 0 where a word is not there yet."""
+    return (tl.load(pointers, mask=mask, other=tag, volatile=True) ^ tag) & _TAGS
 
 
 @triton.jit
@@ -355,10 +362,9 @@ def _meet_again(words, live, tag):
     """Waits for the chosen ids of a draft, int64 [BATCH_LANES]."""
     programs = tl.num_programs(0)
     picks = words + tl.arange(0, live.shape[0]) * (2 * programs + 1) + 2 * programs
-    found = tl.load(picks, mask=live, other=tag, volatile=True)
-    while tl.max((found ^ tag) & _TAGS, 0) != 0:
-        found = tl.load(picks, mask=live, other=tag, volatile=True)
-    return found >> 8
+    while tl.max(_missing(picks, live, tag), 0) != 0:
+        pass
+    return tl.load(picks, mask=live, other=0, volatile=True) >> 8  # again, as above
 
 
 @triton.jit
