@@ -558,7 +558,7 @@ MUTANTS = (
     ),
     Mutant(
         "kernel_chooses_ids_past_the_vocabulary", "kernels/dspark_kernels/triton/markov_chain.py",
-        "tl.where(exists, words, _LOWEST)",
+        "tl.where((ids < vocab)[:, None], words, _LOWEST)",
         "words",
         "ops/test_markov_chain.py::test_fused_ties_nan_and_infinities_are_chosen_as_argmax_does[held]",
     ),
@@ -603,6 +603,12 @@ MUTANTS = (
         "_WEIGHTLESS = tl.constexpr(-80.0)",
         "_WEIGHTLESS = tl.constexpr(-130.0)",
         "ops/test_markov_chain_draws.py::test_an_id_without_probability_is_never_drawn[held]",
+    ),
+    Mutant(
+        "draws_weigh_ids_past_the_vocabulary", "kernels/dspark_kernels/triton/markov_chain.py",
+        "tile = tl.where((ids < vocab)[:, None], tile, 0.0).to(tl.float64)",
+        "tile = tile.to(tl.float64)",
+        "ops/test_markov_chain_draws.py::test_draws_are_those_of_torch[7-7-129-16-dtype2-held]",
     ),
     Mutant(
         "draws_weigh_earlier_tiles_beside_another_largest", "kernels/dspark_kernels/triton/markov_chain.py",
