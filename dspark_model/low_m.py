@@ -29,7 +29,7 @@ class LowMPath:
         products = _products(model)
         self._main = LowMWorkspace.for_products(model.device, products)
         self._side = LowMWorkspace.for_products(model.device, products)
-        self._chains: dict[tuple[int, int], ChainWorkspace] = {}
+        self._chains: dict[tuple[int, int, bool], ChainWorkspace] = {}
 
     @staticmethod
     def takes(rows: int) -> bool:
@@ -50,14 +50,17 @@ class LowMPath:
         out = ops.low_m_linear(x.flatten(0, -2), weight, backend="triton", workspace=workspace, **options)
         return out.view(*x.shape[:-1], weight.shape[0])
 
-    def chain_workspace(self, batch: int, drafts: int, markov_w2: torch.Tensor | None) -> ChainWorkspace | None:
-        """Where the chain of such blocks meets; None for blocks that the fused chain does not take."""
+    def chain_workspace(
+        self, batch: int, drafts: int, markov_w2: torch.Tensor | None, *, sampled: bool
+    ) -> ChainWorkspace | None:
+        """Where the chain of such blocks meets, with temperatures or without; None for blocks that the fused chain does not
+        take."""
         if ops.fused_chain_refusal(batch, drafts, self._vocab_size, markov_w2) is not None:
             return None
-        key = (batch, drafts)
+        key = (batch, drafts, sampled)
         if key not in self._chains:
             device = self._main.sums.device
-            self._chains[key] = ChainWorkspace.for_tables(batch, drafts, self._vocab_size, markov_w2, device)
+            self._chains[key] = ChainWorkspace.for_tables(batch, drafts, self._vocab_size, markov_w2, device, sampled=sampled)
         return self._chains[key]
 
     def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:

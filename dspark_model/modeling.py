@@ -315,14 +315,13 @@ class MLADSparkForCausalLM(nn.Module):
         """Head, Markov chain and confidence over the rows that predict drafts.
 
         final_hidden: [B, K, hidden], see `slots.draft_rows`; anchors: int64 [B]; temperatures, uniforms and keep_biased as in
-        `ops.markov_chain`; low_m: see `BlockPaths`; drafts that are drawn, and blocks that its chain does not take, have the
-        chain of torch.
+        `ops.markov_chain`; low_m: see `BlockPaths`; blocks that its chain does not take have the chain of torch.
         """
-        fused = low_m is not None
+        fused, sampled = low_m is not None, temperatures is not None
         batch, drafts = final_hidden.shape[:2]
         tables = (None, None) if self.markov_head is None else self.markov_head.tables()
         base = self._base_logits(final_hidden, low_m)
-        workspace = low_m.chain_workspace(batch, drafts, tables[1]) if fused and temperatures is None else None
+        workspace = low_m.chain_workspace(batch, drafts, tables[1], sampled=sampled) if fused else None
         chain = ops.markov_chain(
             base,
             anchors,

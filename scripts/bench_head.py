@@ -96,7 +96,9 @@ class Report:
 def measure(report: Report, batches: list[int], replays: int) -> None:
     for batch, vocab, rank in SMALL:
         inputs = HeadInputs.random(batch, vocab, rank, 64)
-        report.check(f"B {batch} V {vocab} R {rank}", lambda i=inputs: check_plan(i, chosen_plan(i)))
+        for name in ("chosen", "drawn"):
+            plan = plans(inputs, all_plans=False)[name]
+            report.check(f"B {batch} V {vocab} R {rank}, {name}", lambda i=inputs, p=plan: check_plan(i, p))
     for batch in batches:
         inputs = HeadInputs.random(batch, VOCABULARY_SHARD, RANK, HIDDEN)
         usable = {

@@ -1,5 +1,7 @@
 """What the kernel tests share: memory that shows what was not written, written outside, or read outside; paged pools."""
 
+import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -41,6 +43,48 @@ def watched_memory(*reads: torch.Tensor, writes: Sequence[torch.Tensor] = ()) ->
         after, zone = memory.view(torch.uint8), ZONE * memory.element_size()
         assert_bitwise_equal(after[:zone], before[:zone], "memory in front of an output")
         assert_bitwise_equal(after[-zone:], before[-zone:], "memory behind an output")
+
+
+@contextmanager
+def programs_at_once() -> Iterator[None]:
+    """While it lasts, the interpreter runs the programs of a launch in threads, so that they can wait for one another."""
+    from triton.runtime import interpreter
+
+    here, builder, made = threading.local(), interpreter.interpreter_builder, []
+    construct = interpreter.GridExecutor.__init__
+
+    def remember(executor, *args, **options):
+        construct(executor, *args, **options)
+        made.append((executor, executor.fn, [], []))
+
+    def choose_program(*index: int) -> None:
+        executor, kernel, threads, errors = made[-1]
+
+        def program(**arguments) -> None:
+            here.index = index
+            try:
+                kernel(**arguments)
+            except BaseException as error:  # of any kind: it is raised in the test's own thread
+                errors.append(error)
+
+        def start(**arguments) -> None:
+            threads.append(threading.Thread(target=program, kwargs=arguments, daemon=True))
+            if len(threads) < math.prod(builder.grid_dim):
+                return
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            stuck = sum(thread.is_alive() for thread in threads)
+            assert not errors and not stuck, f"{stuck} programs wait for ever; errors: {errors}"
+
+        executor.fn = start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__init__", remember)
+        patch.setattr(builder, "set_grid_idx", choose_program)
+        patch.setattr(type(builder), "grid_idx", property(lambda builder: here.index), raising=False)
+        yield
 
 
 @contextmanager

@@ -160,6 +160,12 @@ for batch, vocab, dtype, plan in (
     logits = torch.empty(batch, DRAFTS, vocab)
     for keep in (False, True):
         ops.markov_chain(logits, integers(batch), w1, w2, keep_biased=keep, backend="triton", workspace=workspace)
+    if not plan.prefetch:
+        workspace = ops.ChainWorkspace.for_plan(
+            dataclasses.replace(plan, sampled=True), batch, DRAFTS, torch.device("cpu")
+        )
+        draws = {"temperatures": torch.empty(batch), "uniforms": torch.empty(batch, DRAFTS)}
+        ops.markov_chain(logits, integers(batch), w1, w2, **draws, backend="triton", workspace=workspace)
     rows, weight = torch.empty(batch, DRAFTS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN + 256, dtype=torch.bfloat16)
     if dtype is torch.bfloat16:
         ops.confidence(rows, weight, weight[:1], w1, integers(batch, DRAFTS), backend="triton")

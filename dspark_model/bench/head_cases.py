@@ -10,7 +10,7 @@ import torch
 from dspark_model import ops
 from dspark_model.bench.step_cases import Row
 from dspark_model.bench.timing import capture, time_interleaved
-from dspark_model.ops.markov_chain import ChainPlan
+from dspark_model.ops.markov_chain import ChainPlan, invert_cdf
 from dspark_model.testing import assert_bitwise_equal
 
 FLOAT32_STEP = 2.0**-23
@@ -19,7 +19,8 @@ SETS = 8  # tables in rotation: 168 MB at a rank's shape, past an H200's cache o
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadInputs:
-    """base: float32 [B, K, V]; anchors: int64 [B]; w1, w2: [V, R]; hidden: [B, K, H]; weight: [H + R]; bias: [1]."""
+    """base: float32 [B, K, V]; anchors: int64 [B]; w1, w2: [V, R]; hidden: [B, K, H]; weight: [H + R]; bias: [1]; for drafts
+    that are drawn, temperatures: float32 [B]; uniforms: float32 [B, K]."""
 
     base: torch.Tensor
     anchors: torch.Tensor
@@ -28,6 +29,8 @@ class HeadInputs:
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor
+    temperatures: torch.Tensor
+    uniforms: torch.Tensor
 
     @classmethod
     def random(
@@ -43,7 +46,10 @@ class HeadInputs:
         tables = (normal(vocab, rank).bfloat16(), normal(vocab, rank, scale=rank**-0.5).bfloat16())
         rows = normal(batch, drafts, hidden).bfloat16()
         weight = normal(hidden + rank, scale=hidden**-0.5).bfloat16()
-        return cls(normal(batch, drafts, vocab, scale=3.0), anchors, *tables, rows, weight, normal(1).bfloat16())
+        base, bias = normal(batch, drafts, vocab, scale=3.0), normal(1).bfloat16()
+        temperatures = torch.full((batch,), 0.8, device=device)
+        uniforms = torch.rand((batch, drafts), generator=draw, device=device)
+        return cls(base, anchors, *tables, rows, weight, bias, temperatures, uniforms)
 
     def with_tables_of(self, seed: int) -> "HeadInputs":
         """The same logits with other tables."""
@@ -60,13 +66,14 @@ def chosen_plan(inputs: HeadInputs) -> ChainPlan:
 
 
 def plans(inputs: HeadInputs, *, all_plans: bool) -> dict[str, ChainPlan]:
-    """The plan that the op chooses and, where that is another one, the Triton kernel's; or all that may be worth it at a rank's
-    shape on an H200."""
+    """The plans that the op chooses, greedy and drawn, and, where that is another one, the Triton kernel's; or all that may be
+    worth it at a rank's shape on an H200."""
     chosen = chosen_plan(inputs)
-    if chosen.backend == "triton":
-        return {"chosen": chosen}
     triton = ChainPlan.of_triton(inputs.base.shape[0], *inputs.w2.shape, inputs.w2.dtype, inputs.base.device)
-    found = {"chosen": chosen, "triton": triton}
+    found = {"chosen": chosen, "drawn": dataclasses.replace(triton, sampled=True)}
+    if chosen.backend == "triton":
+        return found
+    found["triton"] = triton
     if not all_plans:
         return found
     return found | {
@@ -77,12 +84,25 @@ def plans(inputs: HeadInputs, *, all_plans: bool) -> dict[str, ChainPlan]:
 
 
 def run_chain(
-    inputs: HeadInputs, workspace: ops.ChainWorkspace | None, *, keep_biased: bool, confidence: bool
+    inputs: HeadInputs,
+    workspace: ops.ChainWorkspace | None,
+    *,
+    keep_biased: bool,
+    confidence: bool = False,
+    drawn: bool = False,
 ) -> tuple[ops.MarkovChainOutput, torch.Tensor | None]:
-    """The chain, and the confidence behind it; workspace: None for plain torch."""
+    """The chain, and the confidence behind it; workspace: None for plain torch; drawn: drafts at a temperature."""
     backend = "torch" if workspace is None else workspace.plan.backend
     chain = ops.markov_chain(
-        inputs.base, inputs.anchors, inputs.w1, inputs.w2, keep_biased=keep_biased, backend=backend, workspace=workspace
+        inputs.base,
+        inputs.anchors,
+        inputs.w1,
+        inputs.w2,
+        temperatures=inputs.temperatures if drawn else None,
+        uniforms=inputs.uniforms if drawn else None,
+        keep_biased=keep_biased,
+        backend=backend,
+        workspace=workspace,
     )
     if not confidence:
         return chain, None
@@ -96,10 +116,13 @@ def workspace_for(inputs: HeadInputs, plan: ChainPlan) -> ops.ChainWorkspace:
 
 
 def check_plan(inputs: HeadInputs, plan: ChainPlan) -> float:
-    """The fused chain against float64, planted ties, repeated, without its logits, and the confidence.
+    """The fused chain against float64, planted ties, repeated, without its logits, and the confidence; for a plan that draws
+    see `check_draws`.
 
     Returns the largest error of a logit, as a share of the stated bound.  Raises AssertionError.
     """
+    if plan.sampled:
+        return check_draws(inputs, plan)
     workspace = workspace_for(inputs, plan)
     tied = _with_ties(inputs)
     share = 0.0
@@ -115,6 +138,25 @@ def check_plan(inputs: HeadInputs, plan: ChainPlan) -> float:
         assert_bitwise_equal(bare.draft_tokens, chain.draft_tokens, "draft tokens without the logits")
         _check_confidence(case, chain.previous_tokens, logits)
     assert (chain.draft_tokens == 1).all(), "a tie did not go to the lowest id"
+    return share
+
+
+def check_draws(inputs: HeadInputs, plan: ChainPlan) -> float:
+    """Drawn drafts against a float64 softmax of the chain's own logits, all ids equally likely, a greedy request among others,
+    and repeated.  Returns and raises as `check_plan`."""
+    workspace = workspace_for(inputs, plan)
+    even = dataclasses.replace(inputs, temperatures=torch.full_like(inputs.temperatures, 1e30))
+    greedy = dataclasses.replace(inputs, temperatures=inputs.temperatures.clone())
+    greedy.temperatures[0] = 0.0
+    share = 0.0
+    for case in (inputs, even, greedy):
+        chain, _ = run_chain(case, workspace, keep_biased=True, drawn=True)
+        error, bound = _error_and_bound(case, chain)
+        share = max(share, float((error / bound).max()))
+        assert share <= 1.0, f"a logit is off by {share:.2f} times the bound"
+        _check_ids(case, chain)
+        again, _ = run_chain(case, workspace, keep_biased=False, drawn=True)
+        assert_bitwise_equal(again.draft_tokens, chain.draft_tokens, "drawn tokens, a second time")
     return share
 
 
@@ -167,10 +209,10 @@ def variants(inputs: HeadInputs, usable: dict[str, ChainPlan]) -> dict[str, Call
     sets = [inputs, *(inputs.with_tables_of(seed) for seed in range(1, SETS))]
     short = [dataclasses.replace(one, base=one.base[:, :1]) for one in sets]
 
-    def turns(plan: ChainPlan | None, cases: list[HeadInputs], *, keep: bool = False, confidence: bool = False):
+    def turns(plan: ChainPlan | None, cases: list[HeadInputs], **options):
         workspace = None if plan is None else workspace_for(cases[0], plan)
         turn = itertools.cycle(cases)
-        return lambda: run_chain(next(turn), workspace, keep_biased=keep, confidence=confidence)
+        return lambda: run_chain(next(turn), workspace, **({"keep_biased": False} | options))
 
     def confidences(backend: str) -> Callable[[], torch.Tensor]:
         turn = itertools.cycle(sets)
@@ -184,15 +226,19 @@ def variants(inputs: HeadInputs, usable: dict[str, ChainPlan]) -> dict[str, Call
 
     calls = {
         "plain": turns(None, sets),
-        "plain + logits": turns(None, sets, keep=True),
+        "plain + logits": turns(None, sets, keep_biased=True),
+        "plain, drawn + logits": turns(None, sets, keep_biased=True, drawn=True),
         "plain + confidence": turns(None, sets, confidence=True),
         "confidence, plain": confidences("torch"),
         "confidence, fused": confidences("triton"),
     }
     for name, plan in usable.items():
-        calls[f"fused, {name}"] = turns(plan, sets)
+        if plan.sampled:
+            calls[f"fused, {name} + logits"] = turns(plan, sets, keep_biased=True, drawn=True)
+        else:
+            calls[f"fused, {name}"] = turns(plan, sets)
     if "chosen" in usable:
-        calls["fused + logits"] = turns(usable["chosen"], sets, keep=True)
+        calls["fused + logits"] = turns(usable["chosen"], sets, keep_biased=True)
         calls["fused + confidence"] = turns(usable["chosen"], sets, confidence=True)
         calls["fused, 1 draft"] = turns(usable["chosen"], short)
     return calls
@@ -241,6 +287,21 @@ def _error_and_bound(inputs: HeadInputs, chain: ops.MarkovChainOutput) -> tuple[
     rows, w2, base = inputs.w1[chain.previous_tokens].double(), inputs.w2.double(), inputs.base.double()
     sizes = base.abs() + rows.abs() @ w2.abs().T
     return (chain.biased_logits - (base + rows @ w2.T)).abs(), (inputs.w1.shape[1] + 2) * FLOAT32_STEP * sizes
+
+
+def _check_ids(inputs: HeadInputs, chain: ops.MarkovChainOutput) -> None:
+    """Of drawn drafts: those of torch from the same logits unless the uniform lies within 1e-5 of a boundary, and possible."""
+    tokens, biased = chain.draft_tokens, chain.biased_logits
+    greedy = (inputs.temperatures == 0)[:, None]
+    probs = ops.tempered_softmax(biased, inputs.temperatures)
+    assert ((probs.gather(-1, tokens[..., None])[..., 0] > 0) | greedy).all(), "an impossible id was drawn"
+    wanted = invert_cdf(probs.flatten(0, 1), inputs.uniforms.flatten()).view_as(tokens)
+    wanted = torch.where(greedy, biased.argmax(-1), wanted)
+    running = probs.double().cumsum(-1)
+    behind = running.gather(-1, tokens[..., None])[..., 0]
+    before = behind - probs.double().gather(-1, tokens[..., None])[..., 0]
+    close = (inputs.uniforms <= behind + 1e-5) & (inputs.uniforms >= before - 1e-5) & ~greedy
+    assert ((tokens == wanted) | close).all(), "drawn tokens differ from torch's"
 
 
 def _check_confidence(inputs: HeadInputs, previous: torch.Tensor, logits: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """The sequential Markov bias over one block and the choice of its draft tokens."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,6 +36,7 @@ class ChainPlan:
     (tiles = 1); otherwise it reads them for each draft.  cooperative: the driver refuses a grid that cannot be resident at
     once; without it such a grid never ends.
     prefetch: each program asks for the W1 rows of its candidates before it knows which one is chosen.
+    sampled: for calls with temperatures, in which the programs exchange more words; served by `triton`.
     backend: of `markov_chain`.  `cute`: for few requests; each warp holds 16 rows of W2 (tile = 16 * warps), and there are
     `copies` of each word that the programs exchange, so that fewer of them look at the same.
     """
@@ -48,15 +49,31 @@ class ChainPlan:
     warps: int
     cooperative: bool = True
     prefetch: bool = False
+    sampled: bool = False
     backend: str = "triton"
     copies: int = 1
 
+    @property
+    def words(self) -> int:
+        """That are exchanged for a draft: a candidate of each program; where drafts are drawn also its weight, and the id."""
+        return 2 * self.programs + 1 if self.sampled else self.programs
+
     @classmethod
     def choose(
-        cls, batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device, *, chunked: bool = True
+        cls,
+        batch: int,
+        vocab: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        chunked: bool = True,
+        sampled: bool = False,
     ) -> "ChainPlan":
         """`cute` where it serves, otherwise `triton`.  rank: 0 without a Markov head; chunked: rows of the tables start at
         multiples of 16 bytes."""
+        if sampled:
+            return replace(cls.of_triton(batch, vocab, rank, dtype, device), sampled=True)
         if chunked and cute_chain_refusal(batch, vocab, rank, dtype, device) is None:
             return cls.of_warps(batch, vocab, rank, torch.cuda.get_device_properties(device).multi_processor_count)
         return cls.of_triton(batch, vocab, rank, dtype, device)
@@ -99,7 +116,7 @@ class ChainPlan:
 class ChainWorkspace:
     """Where the programs of a fused chain meet: for one batch and K, and for one launch at a time.
 
-    plan: of the launch.  words: int64 [copies * K, B, programs], candidates of the launch before.  generation: int64 [1],
+    plan: of the launch.  words: int64 [copies * K, B, plan.words], those of the launch before.  generation: int64 [1],
     launches so far; both zero at first, and left to the kernel from then on.
     """
 
@@ -109,25 +126,29 @@ class ChainWorkspace:
 
     @classmethod
     def for_plan(cls, plan: ChainPlan, batch: int, drafts: int, device: torch.device) -> "ChainWorkspace":
-        words = torch.zeros((plan.copies * drafts, batch, plan.programs), dtype=torch.int64, device=device)
+        words = torch.zeros((plan.copies * drafts, batch, plan.words), dtype=torch.int64, device=device)
         return cls(plan, words, torch.zeros(1, dtype=torch.int64, device=device))
 
     @classmethod
     def for_tables(
-        cls, batch: int, drafts: int, vocab: int, markov_w2: torch.Tensor | None, device: torch.device
+        cls,
+        batch: int,
+        drafts: int,
+        vocab: int,
+        markov_w2: torch.Tensor | None,
+        device: torch.device,
+        *,
+        sampled: bool = False,
     ) -> "ChainWorkspace":
-        """For blocks of K drafts of B requests, with `markov_w2` [V, R] or without a Markov head."""
+        """For K drafts of B requests, with `markov_w2` [V, R] or without a Markov head; sampled: with temperatures."""
         rank, dtype = (0, torch.bfloat16) if markov_w2 is None else (markov_w2.shape[1], markov_w2.dtype)
         chunked = markov_w2 is not None and _is_chunked(markov_w2)
-        return cls.for_plan(ChainPlan.choose(batch, vocab, rank, dtype, device, chunked=chunked), batch, drafts, device)
+        plan = ChainPlan.choose(batch, vocab, rank, dtype, device, chunked=chunked, sampled=sampled)
+        return cls.for_plan(plan, batch, drafts, device)
 
 
-def fused_chain_refusal(
-    batch: int, drafts: int, vocab: int, markov_w2: torch.Tensor | None, *, sampled: bool = False
-) -> str | None:
+def fused_chain_refusal(batch: int, drafts: int, vocab: int, markov_w2: torch.Tensor | None) -> str | None:
     """Why the fused backends of `markov_chain` do not take such blocks; None where `ChainPlan.choose` finds one that does."""
-    if sampled:
-        return "sampled drafts need a float64 running sum over the vocabulary, which the fused chain does not compute"
     if batch > MAX_FUSED_BATCH or drafts > MAX_FUSED_DRAFTS or vocab > MAX_FUSED_VOCAB:
         return (
             f"the fused chain takes at most {MAX_FUSED_BATCH} requests, {MAX_FUSED_DRAFTS} drafts and {MAX_FUSED_VOCAB} ids, "
@@ -183,23 +204,27 @@ def markov_chain(
     (`fp32_linear`), both None for a drafter without a Markov head (bias 0).  The bias accumulates in float32.  Greedy: the
     largest biased logit, lowest id on ties; NaN is larger than all else, so that the first NaN of a row is chosen; a row of
     -inf gives id 0.  With `temperatures` (float32 [B], 0 = greedy) and `uniforms` (float32 [B, K] in [0, 1)) a row of
-    temperature t draws from softmax(biased / t) by inversion.
+    temperature t draws from softmax(biased / t) by inversion (`tempered_softmax`, `invert_cdf`); where that is NaN, id 0.
     keep_biased: whether `biased_logits` are returned.
-    backend: `torch`; or one launch for the block, greedy: `triton`, or `cute` (see `cute_chain_refusal`).  A launch sums a base
-    logit and its R products in another order: within (R + 2) x 2^-23 of the sum of their magnitudes, so that ids are those of
-    `torch` unless the two largest logits lie closer than twice that; without a Markov head equal to the bit.  Same input and
-    plan, same bits.
-    workspace: for a launch, of its backend, this B, K, V and these tables, on their device.  All programs of the launch wait
-    for one another: it is a cooperative launch of at most one program per multiprocessor, which the driver refuses where they
-    cannot all be resident.  Two launches with the same workspace must not overlap.
+    backend: `torch`; or one launch for the block: `triton`, or, without temperatures, `cute` (see `cute_chain_refusal`).  A
+    launch sums a base logit and its R products in another order: within (R + 2) x 2^-23 of the sum of their magnitudes, so that
+    ids are those of `torch` unless the two largest logits lie closer than twice that; without a Markov head equal to the bit.
+    Same input and plan, same bits.
+    A launch draws from probabilities that are within (16 + d) x 2^-22 of those of its own biased logits, as a share of them,
+    where biased / t is d below the largest of the row; they are 0 for d above 80.  An index to which `tempered_softmax` gives 0
+    is never drawn, whatever the uniform.
+    workspace: for a launch, of its backend, this B, K, V and these tables, on their device, with or without temperatures as
+    the call.  All programs of the launch wait for one another: it is a cooperative launch of at most one program per
+    multiprocessor, which the driver refuses where they cannot all be resident.  Two launches with the same workspace must not
+    overlap.
 
     Raises:
         ValueError: another backend than `torch`, and `fused_chain_refusal` gives a reason, or tensors or the workspace do not
             fit.
     """
     if backend != "torch":
-        tables = (markov_w1, markov_w2)
-        return _fused(backend, base_logits, anchors, tables, temperatures is not None, keep_biased, workspace)
+        tables, draws = (markov_w1, markov_w2), (temperatures, uniforms)
+        return _fused(backend, base_logits, anchors, tables, draws, keep_biased, workspace)
     previous = anchors
     tokens, biased_rows, previous_rows = [], [], []
     for step, base in enumerate(base_logits.unbind(1)):
@@ -216,27 +241,32 @@ def markov_chain(
     return MarkovChainOutput(torch.stack(tokens, 1), torch.stack(previous_rows, 1), kept)
 
 
-def _fused(backend: str, base, anchors, tables, sampled: bool, keep_biased: bool, workspace) -> MarkovChainOutput:
+def _fused(backend: str, base, anchors, tables, draws, keep_biased: bool, workspace) -> MarkovChainOutput:
     batch, drafts, vocab = base.shape
-    reason = fused_chain_refusal(batch, drafts, vocab, tables[1], sampled=sampled)
+    reason = fused_chain_refusal(batch, drafts, vocab, tables[1])
     if reason is not None:
         raise ValueError(f"markov_chain={backend}: {reason}; choose torch")
     _check_fused(backend, base, anchors, *tables, workspace)
+    _check_draws(base, *draws, workspace.plan)
     tokens, previous = (torch.empty((batch, drafts), dtype=torch.int64, device=base.device) for _ in range(2))
-    biased = torch.empty(base.shape, dtype=torch.float32, device=base.device) if keep_biased else None
+    # A draw is found among the logits that were stored.
+    stored = keep_biased or workspace.plan.sampled
+    biased = torch.empty(base.shape, dtype=torch.float32, device=base.device) if stored else None
     if tokens.numel():
         meeting = (workspace.words, workspace.generation)
-        _LAUNCHES[backend]((base, anchors, *tables), meeting, (tokens, previous, biased), workspace.plan)
-    return MarkovChainOutput(tokens, previous, biased)
+        _LAUNCHES[backend]((base, anchors, *tables), draws, meeting, (tokens, previous, biased), workspace.plan)
+    return MarkovChainOutput(tokens, previous, biased if keep_biased else None)
 
 
-def _triton(inputs: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> None:
+def _triton(inputs: tuple, draws: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> None:
     from dspark_kernels.triton.markov_chain import launch_markov_chain
 
     launch_markov_chain(
         inputs,
+        draws,
         meeting,
         outputs,
+        programs=plan.programs,
         tile=plan.tile,
         tiles=plan.tiles,
         rank_lanes=plan.rank_lanes,
@@ -248,7 +278,7 @@ def _triton(inputs: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> N
     )
 
 
-def _cute(inputs: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> None:
+def _cute(inputs: tuple, draws: tuple, meeting: tuple, outputs: tuple, plan: ChainPlan) -> None:
     from dspark_kernels.cute.markov_chain import launch_markov_chain
 
     launch_markov_chain(
@@ -290,7 +320,7 @@ def _check_fused(backend: str, base, anchors, markov_w1, markov_w2, workspace: C
     plan = workspace.plan
     if plan.backend != backend:
         raise ValueError(f"workspace: a plan of {backend} wanted, got one of {plan.backend}; choose that backend")
-    shape = (plan.copies * drafts, batch, plan.programs)
+    shape = (plan.copies * drafts, batch, plan.words)
     if workspace.words.shape != shape or workspace.words.device != base.device:
         raise ValueError(
             f"workspace: words {list(shape)} on {base.device} wanted, got {list(workspace.words.shape)} on "
@@ -303,7 +333,26 @@ def _check_fused(backend: str, base, anchors, markov_w1, markov_w2, workspace: C
         _check_cute(plan, batch, vocab, markov_w1, markov_w2)
 
 
+def _check_draws(base, temperatures, uniforms, plan: ChainPlan) -> None:
+    if plan.sampled != (temperatures is not None):
+        kinds = ("without temperatures", "for calls with temperatures")
+        raise ValueError(f"workspace: a plan {kinds[not plan.sampled]} wanted, got one {kinds[plan.sampled]}; see `sampled`")
+    if temperatures is None:
+        return
+    batch, drafts, _ = base.shape
+    for name, draws, shape in (("temperatures", temperatures, (batch,)), ("uniforms", uniforms, (batch, drafts))):
+        if draws is None:
+            raise ValueError(f"{name}: float32 {list(shape)} wanted beside temperatures, got None")
+        if draws.dtype is not torch.float32 or draws.shape != shape or not draws.is_contiguous() or draws.device != base.device:
+            raise ValueError(
+                f"{name}: contiguous float32 {list(shape)} on {base.device} wanted, got {draws.dtype} {list(draws.shape)} with "
+                f"strides {draws.stride()} on {draws.device}"
+            )
+
+
 def _check_cute(plan: ChainPlan, batch: int, vocab: int, markov_w1, markov_w2) -> None:
+    if plan.sampled:
+        raise ValueError("markov_chain=cute: it draws no drafts at a temperature; choose triton")
     if markov_w2 is None:
         raise ValueError("markov_chain=cute: it takes a drafter with a Markov head; choose triton")
     rank = markov_w2.shape[1]

@@ -328,6 +328,9 @@ def test_few_requests_have_rows_in_registers(h200, batch, vocab, rank, programs,
     assert plan.programs <= 132 and (plan.programs - 1) * plan.tile < vocab <= plan.programs * plan.tile
     assert ChainWorkspace.for_plan(plan, batch, 7, torch.device("cpu")).words.shape == (copies * 7, batch, programs)
     assert ChainPlan.choose(batch, vocab, rank, torch.bfloat16, h200, chunked=False).backend == "triton"
+    drawn = ChainPlan.choose(batch, vocab, rank, torch.bfloat16, h200, sampled=True)
+    assert drawn == dataclasses.replace(ChainPlan.of_triton(batch, vocab, rank, torch.bfloat16, h200), sampled=True)
+    assert ChainWorkspace.for_plan(drawn, batch, 7, torch.device("cpu")).words.shape == (7, batch, 2 * drawn.programs + 1)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +358,9 @@ def test_a_device_without_a_build_has_the_other_form(h200, monkeypatch):
     assert "nvidia-cutlass-dsl" in cute_chain_refusal(1, 9, 32, torch.float16, h200)
 
 
+DRAWN = dataclasses.replace(ChainPlan.of_warps(2, 9, 32, 1), sampled=True)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -363,6 +369,10 @@ def test_a_device_without_a_build_has_the_other_form(h200, monkeypatch):
         (
             {"workspace": ChainWorkspace.for_tables(2, 3, 9, None, torch.device("cpu"))},
             "a plan of cute wanted, got one of triton",
+        ),
+        (
+            {"workspace": ChainWorkspace.for_plan(DRAWN, 2, 3, torch.device("cpu"))},
+            "draws no drafts at a temperature; choose triton",
         ),
     ],
 )
@@ -388,7 +398,7 @@ def test_a_fused_empty_batch():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"temperatures": torch.ones(2)}, "sampled drafts"),
+        ({"temperatures": torch.ones(2), "uniforms": torch.rand(2, 3)}, "a plan for calls with temperatures wanted"),
         ({"base_logits": torch.zeros(65, 3, 9)}, "at most 64 requests"),
         ({"base_logits": torch.zeros(2, 17, 9)}, "at most 64 requests, 16 drafts"),
         ({"base_logits": torch.zeros(2, 3, 9).double()}, "base_logits"),
@@ -419,7 +429,6 @@ def test_what_the_fused_chain_refuses(changes, message):
 
 def test_refusals_are_known_beforehand():
     assert fused_chain_refusal(64, 16, 1 << 24, torch.zeros(1, 1).bfloat16()) is None
-    assert "sampled" in fused_chain_refusal(1, 1, 9, None, sampled=True)
     assert "ids" in fused_chain_refusal(1, 1, (1 << 24) + 1, None)
 
 

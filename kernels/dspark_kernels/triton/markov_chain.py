@@ -2,6 +2,11 @@
 
 A candidate is one int64 word, so that it is published and read whole: bits 63 to 32 the logit as an integer of the same order,
 31 to 8 the complement of its id, 7 to 0 the launch's tag.  The largest word is the largest logit with the lowest id.
+
+Where drafts are drawn, the programs meet twice a draft.  Each publishes with its candidate how much its ids weigh beside it:
+the sum of exp(logit / temperature - the candidate's), a float64 whose lowest 8 bits are the launch's tag.  From these all
+programs find, by the same sums in the same order, the one program among whose ids the draw falls.  It finds the id and
+publishes that: bits 31 to 8 the id, 7 to 0 the tag.
 """
 
 import torch
@@ -13,6 +18,8 @@ _LOWEST = tl.constexpr(-(1 << 63))  # below the word of -inf
 _NAN = tl.constexpr(0x7FFFFFFE)  # above inf
 _PENDING = tl.constexpr((1 << 63) - 1)  # above the words of NaN
 _TAGS = tl.constexpr((1 << 8) - 1)
+_WEIGHTLESS = tl.constexpr(-80.0)  # exp of it is far above the smallest float32, and 2^24 of it weigh nothing
+_MOST_DRAWS = 16  # found together: with more, registers spill
 
 
 @triton.jit(do_not_specialize=["batch"])  # one compilation for all batches of as many lanes
@@ -25,11 +32,13 @@ def markov_chain_kernel(
     w1_stride,
     w2_ptr,  # [V, R], or None
     w2_stride,
-    words_ptr,  # [K, B, programs] int64, the words of the launch before or zeros
+    temperatures_ptr,  # [B] float32, or None
+    uniforms_ptr,  # [B, K] float32, or None
+    words_ptr,  # [K, B, WORDS] int64, the words of the launch before or zeros
     generation_ptr,  # [1] int64, launches before this one
     drafts_ptr,  # [B, K] int64
     previous_ptr,  # [B, K] int64
-    biased_ptr,  # [B, K, V] float32, or None
+    biased_ptr,  # [B, K, V] float32; None for logits that are not kept, unless drafts are drawn
     batch,
     vocab,
     rank,
@@ -37,6 +46,7 @@ def markov_chain_kernel(
     DRAFTS: tl.constexpr,
     TILE: tl.constexpr,
     BATCH_LANES: tl.constexpr,
+    DRAW_LANES: tl.constexpr,  # requests whose draws are found together
     RANK_LANES: tl.constexpr,  # the whole rank where HELD
     PROGRAM_LANES: tl.constexpr,
     HELD: tl.constexpr,  # each program's rows of W2 stay on the chip
@@ -75,15 +85,47 @@ def markov_chain_kernel(
                         bias += _product(_w2_part(w2_ptr, w2_stride, ids, vocab, start, rank, RANK_LANES), part, WIDEN)
                     biased += bias
                 best = tl.maximum(best, _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS))
-        words = words_ptr + (step * batch + rows) * tl.num_programs(0)
-        # The word carries all that the others need, so that no order with other memory is asked for.
-        tl.atomic_xchg(words + program, best | tag, mask=live, sem="relaxed", scope="gpu")
-        if PREFETCH_LINES:
-            _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
+        if temperatures_ptr is not None:
+            words = words_ptr + step * batch * (2 * tl.num_programs(0) + 1)
+            logits = biased_ptr + step * vocab
+            # Other threads read the logits than those that stored them.
+            tl.debug_barrier()
+            for start in range(0, batch, DRAW_LANES):
+                requests = start + tl.arange(0, DRAW_LANES)
+                heat, _ = _temperatures(temperatures_ptr, requests, batch)
+                _publish_weights(words, logits, DRAFTS * vocab, requests, batch, heat, vocab, tiles * TILE, tag, TILE)
+            for start in range(0, batch, DRAW_LANES):
+                requests = start + tl.arange(0, DRAW_LANES)
+                heat, drawn = _temperatures(temperatures_ptr, requests, batch)
+                uniform = tl.load(uniforms_ptr + requests * DRAFTS + step, mask=requests < batch, other=0.0)
+                _draw(
+                    words,
+                    logits,
+                    DRAFTS * vocab,
+                    requests,
+                    batch,
+                    heat,
+                    drawn,
+                    uniform,
+                    vocab,
+                    tiles * TILE,
+                    tag,
+                    TILE,
+                    PROGRAM_LANES,
+                )
+        else:
+            words = words_ptr + (step * batch + rows) * tl.num_programs(0)
+            # The word carries all that the others need, so that no order with other memory is asked for.
+            tl.atomic_xchg(words + program, best | tag, mask=live, sem="relaxed", scope="gpu")
+            if PREFETCH_LINES:
+                _prefetch_rows(w1_ptr, w1_stride, best, live, PREFETCH_LINES)
         if HELD:
             # On its way while the programs meet.
             base = _base_tile(base_rows + (step + 1) * base_step_stride, live & (step + 1 < DRAFTS), first, vocab)
-        if (step + 1 < DRAFTS) | (program == 0):
+        if temperatures_ptr is not None:
+            if (step + 1 < DRAFTS) | (program == 0):
+                previous = _meet_again(words, live, tag)
+        elif (step + 1 < DRAFTS) | (program == 0):
             previous = _meet(words, live, tag, PROGRAM_LANES)
         if program == 0:
             tl.store(drafts_ptr + rows * DRAFTS + step, previous, mask=live)
@@ -125,16 +167,21 @@ def _base_tile(base_rows, live, ids, vocab):
 @triton.jit
 def _choose(biased, ids, vocab, live, biased_ptr, step, DRAFTS: tl.constexpr):
     """The best word of each request, without a tag; keeps the logits where `biased_ptr` says so."""
-    exists = (ids < vocab)[:, None]
     if biased_ptr is not None:
         rows = tl.arange(0, biased.shape[1]).to(tl.int64) * DRAFTS + step
-        tl.store(biased_ptr + rows[None, :] * vocab + ids[:, None], biased, mask=exists & live[None, :])
+        exists = (ids < vocab)[:, None] & live[None, :]
+        tl.store(biased_ptr + rows[None, :] * vocab + ids[:, None], biased, mask=exists)
+    return _best(biased, ids, vocab)
+
+
+@triton.jit
+def _best(biased, ids, vocab):
     bits = biased.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(biased == 0, 0, order)  # -0 is no smaller than 0
     order = tl.where(biased != biased, _NAN, order)
     words = (order.to(tl.int64) << 32) | ((ids ^ _MAX_ID).to(tl.int64) << 8)[:, None]
-    return tl.max(tl.where(exists, words, _LOWEST), 0)
+    return tl.max(tl.where((ids < vocab)[:, None], words, _LOWEST), 0)
 
 
 @triton.jit
@@ -156,6 +203,171 @@ def _best_or_pending(pointers, mask, tag):
 
 
 @triton.jit
+def _logit(words):
+    """Of candidates; -0 comes back as 0, and _LOWEST as NaN."""
+    order = (words >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp(distance):
+    """Of a distance from the largest: 0 for NaN and where it is far below."""
+    return tl.where(distance >= _WEIGHTLESS, tl.exp(distance), 0.0)
+
+
+@triton.jit
+def _temperatures(temperatures_ptr, requests, batch):
+    """Of requests, 1 for those that are not drawn; and which are."""
+    heat = tl.load(temperatures_ptr + requests, mask=requests < batch, other=0.0)
+    return tl.where(heat > 0, heat, 1.0), heat > 0
+
+
+@triton.jit
+def _publish_weights(words, logits, row_stride, requests, batch, heat, vocab, size, tag, TILE: tl.constexpr):
+    """Publishes the candidates among this program's ids, and what these ids weigh beside them."""
+    program, programs, live = tl.program_id(0), tl.num_programs(0), requests < batch
+    best, weight = _weigh(logits + requests.to(tl.int64) * row_stride, live, program * size, size, vocab, heat, TILE)
+    own_words = words + requests * (2 * programs + 1) + program
+    # The words carry all that the others need, so that no order with other memory is asked for.
+    tl.atomic_xchg(own_words, best | tag, mask=live, sem="relaxed", scope="gpu")
+    weight_words = (weight.to(tl.int64, bitcast=True) & ~_TAGS) | tag
+    tl.atomic_xchg(own_words + programs, weight_words, mask=live, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _draw(
+    words,
+    logits,
+    row_stride,
+    requests,
+    batch,
+    heat,
+    drawn,
+    uniform,
+    vocab,
+    size,
+    tag,
+    TILE: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Waits for all programs' words.  Publishes the ids of the requests whose draw falls among this program's own; program 0
+    those of the requests that are not drawn."""
+    program, programs, live = tl.program_id(0), tl.num_programs(0), requests < batch
+    words += requests * (2 * programs + 1)
+    candidates, weights = _meet_with_weights(words, live, tag, LANES)
+    best = tl.max(candidates, 1)
+    top = tl.div_rn(_logit(best), heat)
+    tops = tl.div_rn(_logit(candidates), tl.broadcast_to(heat[:, None], candidates.shape))
+    owner, rest, own_top = _owner(weights, tops, top, uniform)
+    chosen = tl.where(drawn, 0, ((best >> 8) & _MAX_ID) ^ _MAX_ID)
+    # Of a row whose largest logit is not finite nothing has a weight: program 0 finds its first id, id 0.
+    mine = live & (tl.where(drawn, owner, 0) == program)
+    left = mine & drawn
+    while tl.max(left.to(tl.int32), 0) > 0:
+        request = tl.min(tl.where(left, requests, batch), 0)
+        this = requests == request
+        found = _search(
+            logits + request.to(tl.int64) * row_stride,
+            program * size,
+            size,
+            vocab,
+            tl.sum(tl.where(this, heat, 0.0), 0),
+            tl.sum(tl.where(this, own_top, 0.0), 0),
+            tl.sum(tl.where(this, top, 0.0), 0),
+            tl.sum(tl.where(this, rest, 0.0), 0),
+            TILE,
+        )
+        chosen = tl.where(this, found, chosen)
+        left = left & (requests != request)
+    tl.atomic_xchg(words + 2 * programs, (chosen << 8) | tag, mask=mine, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _weigh(logits, live, start, size, vocab, heat, TILE: tl.constexpr):
+    """The best word of each request among `size` ids, without a tag, and what these ids weigh beside it, float64."""
+    best = tl.full(live.shape, _LOWEST, tl.int64)
+    weight = tl.zeros(live.shape, tl.float64)
+    for offset in range(0, size, TILE):
+        ids = start + offset + tl.arange(0, TILE)
+        biased = _base_tile(logits, live, ids, vocab)
+        before = tl.div_rn(_logit(best), heat)
+        best = tl.maximum(best, _best(biased, ids, vocab))
+        top = tl.div_rn(_logit(best), heat)
+        tile = _exp(tl.div_rn(biased, tl.broadcast_to(heat[None, :], biased.shape)) - top[None, :])
+        tile = tl.where((ids < vocab)[:, None], tile, 0.0).to(tl.float64)
+        weight = weight * _exp(before - top).to(tl.float64) + tl.sum(tile, 0)
+    return best, weight
+
+
+@triton.jit
+def _meet_with_weights(words, live, tag, LANES: tl.constexpr):
+    """Waits for all programs' words of a draft: candidates, and what their ids weigh beside them, [DRAW_LANES, LANES]."""
+    programs = tl.arange(0, LANES)
+    pointers = words[:, None] + programs[None, :]
+    mask = live[:, None] & (programs < tl.num_programs(0))[None, :]
+    more = pointers + tl.num_programs(0)
+    while tl.max(tl.ravel(_missing(pointers, mask, tag) | _missing(more, mask, tag)), 0) != 0:
+        pass
+    # Threads that hold the same word loaded it at different times, and some of them alone may have ended the loop.
+    candidates = tl.load(pointers, mask=mask, other=_LOWEST, volatile=True)
+    weights = tl.load(more, mask=mask, other=0, volatile=True)
+    return candidates, (weights & ~_TAGS).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _missing(pointers, mask, tag):
+    """Not 0 where a word is not there yet."""
+    return (tl.load(pointers, mask=mask, other=tag, volatile=True) ^ tag) & _TAGS
+
+
+@triton.jit
+def _owner(weights, tops, top, uniform):
+    """Of each request: the program among whose ids the draw falls, the part of that program's weight in front of the draw, and
+    its largest logit / temperature.  All programs do the same sums, and so find the same."""
+    programs = tl.arange(0, tops.shape[1])[None, :]
+    factors = _exp(tops - top[:, None])
+    parts = weights * factors.to(tl.float64)
+    running = tl.cumsum(parts, 1)
+    wanted = uniform.to(tl.float64) * tl.max(running, 1)
+    some = parts > 0
+    owner = tl.min(tl.where(some & (running > wanted[:, None]), programs, tops.shape[1]), 1)
+    owner = tl.where(owner == tops.shape[1], tl.max(tl.where(some, programs, 0), 1), owner)
+    before = tl.max(tl.where(programs < owner[:, None], running, 0.0), 1)
+    own = programs == owner[:, None]
+    factor = tl.max(tl.where(own, factors, 0.0), 1)
+    rest = tl.maximum(wanted - before, 0.0) / factor.to(tl.float64)
+    return owner, rest, tl.sum(tl.where(own, tops, 0.0), 1)
+
+
+@triton.jit
+def _search(logits, start, size, vocab, heat, own_top, top, rest, TILE: tl.constexpr):
+    """The smallest of `size` ids whose running weight exceeds `rest`; where rounding makes none exceed, the last with any."""
+    running = tl.full((), 0.0, tl.float64)
+    found = tl.full((), _MAX_ID + 1, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    for offset in range(0, size, TILE):
+        ids = start + offset + tl.arange(0, TILE)
+        cooled = tl.load(logits + ids, mask=ids < vocab, other=float("-inf"))
+        cooled = tl.div_rn(cooled, tl.broadcast_to(heat, cooled.shape))
+        weights = tl.where(cooled - top >= _WEIGHTLESS, _exp(cooled - own_top), 0.0).to(tl.float64)
+        reached = (weights > 0) & (running + tl.cumsum(weights, 0) > rest)
+        found = tl.minimum(found, tl.min(tl.where(reached, ids, _MAX_ID + 1), 0))
+        last = tl.maximum(last, tl.max(tl.where(weights > 0, ids, 0), 0))
+        running += tl.sum(weights, 0)
+    return tl.where(found > _MAX_ID, last, found)
+
+
+@triton.jit
+def _meet_again(words, live, tag):
+    """Waits for the chosen ids of a draft, int64 [BATCH_LANES]."""
+    programs = tl.num_programs(0)
+    picks = words + tl.arange(0, live.shape[0]) * (2 * programs + 1) + 2 * programs
+    while tl.max(_missing(picks, live, tag), 0) != 0:
+        pass
+    return tl.load(picks, mask=live, other=0, volatile=True) >> 8  # again, as above
+
+
+@triton.jit
 def _prefetch_rows(w1_ptr, w1_stride, words, live, LINES: tl.constexpr):
     """Brings the W1 rows of this program's candidates into the L2 cache: one of them is read next, by all."""
     ids = tl.where(live, ((words >> 8) & _MAX_ID) ^ _MAX_ID, 0)
@@ -168,9 +380,11 @@ def _prefetch_rows(w1_ptr, w1_stride, words, live, LINES: tl.constexpr):
 
 def launch_markov_chain(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    draws: tuple[torch.Tensor | None, torch.Tensor | None],
     meeting: tuple[torch.Tensor, torch.Tensor],
     outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     *,
+    programs: int,
     tile: int,
     tiles: int,
     rank_lanes: int,
@@ -180,11 +394,11 @@ def launch_markov_chain(
     cooperative: bool,
     prefetch: bool,
 ) -> None:
-    """inputs: base [B, K, V], anchors, W1, W2; meeting: words [K, B, programs], generation; outputs: drafts, previous, biased
-    or None; see the kernel for dtypes."""
+    """inputs: base [B, K, V], anchors, W1, W2; draws: temperatures [B] and uniforms [B, K], or None twice; meeting: words
+    [K, B, programs], or [K, B, 2 * programs + 1] where drafts are drawn, and generation; outputs: drafts, previous, biased or,
+    where none are drawn, None; see the kernel for dtypes."""
     (base, anchors, w1, w2), (words, generation), (drafts, previous, biased) = inputs, meeting, outputs
     batch, steps, vocab = base.shape
-    programs = words.shape[-1]
     # The interpreter has no caches.  Whole lines alone, so that nothing behind the row is asked for.
     line_values = 128 if w1 is None else 128 // w1.element_size()
     whole = w1 is not None and w1.shape[1] % line_values == 0 and not triton.knobs.runtime.interpret
@@ -198,6 +412,7 @@ def launch_markov_chain(
         0 if w1 is None else w1.stride(0),
         w2,
         0 if w2 is None else w2.stride(0),
+        *draws,
         words,
         generation,
         drafts,
@@ -210,6 +425,7 @@ def launch_markov_chain(
         DRAFTS=steps,
         TILE=tile,
         BATCH_LANES=batch_lanes,
+        DRAW_LANES=min(triton.next_power_of_2(batch), _MOST_DRAWS),
         RANK_LANES=rank_lanes,
         PROGRAM_LANES=triton.next_power_of_2(programs),
         HELD=held,
