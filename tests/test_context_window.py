@@ -227,7 +227,9 @@ def test_prefixes_and_external_pools_are_refused(model):
         worker.retain_prefix("a", 8)
     other = make_worker(model, RUNTIMES["plain"])
     other.admit("a")
-    other.step(StepInput(context=[ContextChunk(request_id="a", target_hidden=random_hidden(model, 9), start_position=0)]))
+    other.step(
+        StepInput(context=[ContextChunk(request_id="a", target_hidden=random_hidden(model, 9).to(DEVICE), start_position=0)])
+    )
     prefix = other.retain_prefix("a", 8)
     with pytest.raises(ValueError, match="leave the prefix out"):
         worker.admit("b", prefix=prefix)

@@ -330,6 +330,7 @@ def test_a_graph_replays_with_changed_inputs():
     after, before = layers(K3, "cuda", torch.bfloat16)
     workspace, given = BetweenWorkspace(K3, CUDA), inputs(K3, 7, "cuda", torch.bfloat16)
     cute(given, after, before, workspace)
+    cute(given, after, None, workspace)  # both forms are compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = cute(given, after, before, workspace)
