@@ -714,8 +714,8 @@ MUTANTS = (
     ),
     Mutant(
         "persistent_takes_larger_blocks", "dspark_model/persistent.py",
-        "> ops.MAX_BETWEEN_ROWS",
-        "> 2 * ops.MAX_BETWEEN_ROWS",
+        "> MAX_ROWS",
+        "> 2 * MAX_ROWS",
         "test_persistent.py::test_larger_blocks_are_those_of_low_m",
     ),
     Mutant(

@@ -11,6 +11,7 @@ from switch_matrix import make_worker, small_model
 
 from dspark_model import ContextChunk, RuntimeConfig, StepInput, ops
 from dspark_model.ops.between_attentions import _check
+from dspark_model.persistent import MAX_ROWS
 from dspark_model.serving_config import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel has these steps, in test_switch_matrix")
@@ -49,21 +50,21 @@ def first_blocks(model, runtime: RuntimeConfig, requests: int) -> torch.Tensor:
     return worker.step(StepInput(context=chunks), trace=True).trace.draft.base_logits
 
 
-@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("requests", [1, 2])
 def test_layers_are_the_plain_models(calls, requests):
     model = small_model()
     rows, layers = requests * model.config.block_rows(7), len(model.layers)
     wanted = first_blocks(model, PLAIN, requests)
     assert not calls
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
-    assert rows <= ops.MAX_BETWEEN_ROWS and layers > 1
+    assert rows <= MAX_ROWS and layers > 1
     assert calls == [(rows, True)] * (layers - 1) + [(rows, False)]
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_larger_blocks_are_those_of_low_m(calls):
     model = small_model()
-    requests = ops.MAX_BETWEEN_ROWS // model.config.block_rows(7) + 1
+    requests = MAX_ROWS // model.config.block_rows(7) + 1
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
     assert not calls
     assert torch.equal(ours, first_blocks(model, dataclasses.replace(PLAIN, gemm="low_m"), requests))
