@@ -50,7 +50,7 @@ def grid() -> list[tuple]:
     ]
     rows += [("merged", name, switches_of("merged"), 2, Layout.PAGE_MAJOR) for name in ("mixed", "ceiling")]
     rows += [("fp8", name, switches_of("fp8"), 2, Layout.PAGE_MAJOR) for name in ("mixed", "turnover", "ceiling")]
-    rows += [("fp8_triton", name, switches_of("fp8_triton"), 2, Layout.LAYER_MAJOR) for name in ("steady", "padded")]
+    rows += [("fp8_triton", "padded", switches_of("fp8_triton"), 1, Layout.LAYER_MAJOR)]
     rows += [("merged_triton", name, switches_of("merged_triton"), 2, Layout.PAGE_MAJOR) for name in ("steady", "padded")]
     return [*rows, ("low_m_merged", "ceiling", switches_of("low_m_merged"), 1, Layout.PAGE_MAJOR)]
 

@@ -219,7 +219,7 @@ from dspark_kernels.cute.between_attentions import compile_between_attentions
 from dspark_kernels.cute.between_attentions_schedule import Facts
 
 results = []
-for lanes, following in ((8, True), (32, False)):
+for lanes, following in ((8, True), (16, False)):
     facts = Facts(torch.bfloat16, lanes, 7168, 1024, 1792, 1536, 576, 1536, following, 132)
     ptx = compile_between_attentions(facts, "sm_90a").__ptx__
     results.append(
