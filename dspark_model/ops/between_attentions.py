@@ -1,10 +1,10 @@
 """All products between the attentions of two layers: W_O, the MLP, and the next layer's latents and queries."""
 
-import importlib.util
 from dataclasses import dataclass, replace
 
 import torch
 
+from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.low_m_linear import low_m_linear
 
 MAX_BETWEEN_ROWS = 32
@@ -86,12 +86,9 @@ class BetweenWorkspace:
 
 def between_attentions_refusal(sizes: BetweenSizes, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why `between_attentions` with the backend `cute` does not take such a drafter; None where it does."""
-    if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("dspark_kernels") is None:
-        return "it needs the packages nvidia-cutlass-dsl and dspark_kernels, and one of them is not installed"
-    if device.type != "cuda":
-        return f"it runs on CUDA devices, got {device}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return f"it is written for devices of capability 9.0 (Hopper), got {torch.cuda.get_device_capability(device)}"
+    reason = cute_device_refusal("it", device, hopper_only=True)
+    if reason is not None:
+        return reason
     if dtype is not torch.bfloat16:
         return f"it takes bfloat16, got {dtype}"
     return _sizes_refusal(sizes)

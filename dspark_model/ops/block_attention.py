@@ -4,6 +4,7 @@ import importlib.util
 
 import torch
 
+from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.fp8_rows import FP8, check_pool_row_width, dequantise_rows
 from dspark_model.ops.per_head_product import per_head_product
 
@@ -72,12 +73,9 @@ def _triton_refusal(device: torch.device, dtype: torch.dtype, backend: str, fp8_
 
 
 def _cute_refusal(device: torch.device, dtype: torch.dtype, kv_lora_rank: int, width: int, page_size: int) -> str | None:
-    if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("dspark_kernels") is None:
-        return "cute needs the packages nvidia-cutlass-dsl and dspark_kernels, and one of them is not installed"
-    if device.type != "cuda":
-        return f"cute runs on CUDA devices, got {device}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return f"cute is written for devices of capability 9.0 (Hopper), got {torch.cuda.get_device_capability(device)}"
+    reason = cute_device_refusal("cute", device, hopper_only=True)
+    if reason is not None:
+        return reason
     if dtype not in _16_BIT_DTYPES:
         return f"cute takes queries and latents of bfloat16 or float16, got {dtype}"
     if kv_lora_rank % 128 or kv_lora_rank > 512 or width % 64 or width > 576:

@@ -1,10 +1,10 @@
 """The sequential Markov bias over one block and the choice of its draft tokens."""
 
-import importlib.util
 from dataclasses import dataclass, replace
 
 import torch
 
+from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.fp32_linear import fp32_linear
 
 MAX_FUSED_BATCH = 64
@@ -163,10 +163,9 @@ def fused_chain_refusal(batch: int, drafts: int, vocab: int, markov_w2: torch.Te
 
 def cute_chain_refusal(batch: int, vocab: int, rank: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the backend `cute` does not take such blocks on this device; None where it does."""
-    if importlib.util.find_spec("cutlass") is None or importlib.util.find_spec("dspark_kernels") is None:
-        return "cute needs the packages nvidia-cutlass-dsl and dspark_kernels, and one of them is not installed"
-    if device.type != "cuda":
-        return f"cute runs on CUDA devices, got {device}"
+    reason = cute_device_refusal("cute", device)
+    if reason is not None:
+        return reason
     if not 0 < batch <= MAX_CUTE_BATCH:
         return f"cute takes 1 to {MAX_CUTE_BATCH} requests, got {batch}"
     if dtype not in (torch.bfloat16, torch.float16):
