@@ -2,17 +2,14 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from cute_kit import CUDA, ELF, ROOT, run_compiling
 from kernel_kit import watched_memory
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 
 PROGRAM = r"""
@@ -59,21 +56,10 @@ for facts in (
     )
 print(json.dumps(results))
 """
-ELF, CUDA = b"\x7fELF".hex(), 190
 
 
 def test_compiles_to_wgmma_and_tma(tmp_path):
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    settings = {
-        "CUTE_DSL_ARCH": "sm_90a",  # else the DSL looks for a device
-        "CUTE_DSL_KEEP": "cubin,ptx",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
-        "CUTE_DSL_NO_CACHE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = run_compiling(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
     # The product: four steps for each eight columns that a warp has.

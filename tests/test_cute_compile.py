@@ -2,14 +2,10 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from cute_kit import CUDA, ELF, run_compiling
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 
 # (C, r): Kimi K3's, whole 16-byte chunks; one whose values are taken one by one; one with several chunks a thread.
@@ -40,26 +36,11 @@ for dtype in (torch.bfloat16, torch.float32):
                 )
 print(json.dumps(results))
 """
-ELF, CUDA = b"\x7fELF".hex(), 190
-
-
-def compile_for(architecture: str, dump: Path) -> subprocess.CompletedProcess:
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    settings = {
-        "CUTE_DSL_ARCH": architecture,  # else the DSL looks for a device
-        "CUTE_DSL_KEEP": "cubin,ptx",
-        "CUTE_DSL_DUMP_DIR": str(dump),
-        "CUTE_DSL_NO_CACHE": "1",  # so that nothing compiled before is taken
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    command = [sys.executable, "-c", PROGRAM, architecture]
-    return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=dump)
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a", "sm_103a", "sm_107a"])
 def test_both_forms_compile_to_machine_code(architecture, tmp_path):
-    done = compile_for(architecture, tmp_path)
+    done = run_compiling(PROGRAM, tmp_path, architecture, architecture=architecture)
     if architecture == "sm_107a" and "Unsupported GPU architecture 'sm_107a' with CUDA toolkit" in done.stdout + done.stderr:
         pytest.skip("this nvidia-cutlass-dsl carries a CUDA toolkit older than sm_107a; its cu13 extra has a newer one")
     assert done.returncode == 0, done.stderr

@@ -3,19 +3,15 @@
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cute_kit import ELF, run_compiling
 from ptx_kit import Machine, Memory
 
 from dspark_model.testing import poison_
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 
 # dtype, rank, drafts, programs, warps, lanes, copies, keep, prefetch: Kimi K3's shape of a rank, then small ones.
@@ -47,18 +43,7 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, tuple[str, str]]:
     """PTX and the first bytes of the machine code, by name."""
-    dump = tmp_path_factory.mktemp("dump")
-    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    settings = {
-        "CUTE_DSL_ARCH": "sm_90a",  # else the DSL looks for a device
-        "CUTE_DSL_KEEP": "cubin,ptx",
-        "CUTE_DSL_DUMP_DIR": str(dump),
-        "CUTE_DSL_NO_CACHE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    command = [sys.executable, "-c", PROGRAM, json.dumps(BUILDS)]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=dump)
+    done = run_compiling(PROGRAM, tmp_path_factory.mktemp("dump"), json.dumps(BUILDS))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -66,7 +51,7 @@ def compiled(tmp_path_factory) -> dict[str, tuple[str, str]]:
 @pytest.mark.parametrize("name", ["k3", "k3, most requests"])
 def test_a_ranks_shape_compiles_without_local_memory(compiled, name):
     ptx, magic = compiled[name]
-    assert magic == b"\x7fELF".hex() and ".local" not in ptx
+    assert magic == ELF and ".local" not in ptx
     tiles = 1 if name == "k3" else 2
     assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") == 256 // 16 * tiles
     assert ptx.count("bar.sync") == 2, "two barriers a draft"

@@ -4,13 +4,10 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from cute_kit import run_compiling
 from kernel_kit import watched_memory
 from torch.nn.functional import silu
 
@@ -237,17 +234,7 @@ print(json.dumps(results))
 
 @needs_cute
 def test_compiles_to_wgmma_without_a_gpu(tmp_path):
-    root = Path(__file__).parent.parent.parent
-    settings = {
-        "CUTE_DSL_ARCH": "sm_90a",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(tmp_path),
-        "CUTE_DSL_NO_CACHE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")])),
-    }
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = run_compiling(COMPILE, tmp_path)
     assert done.returncode == 0, done.stderr
     for result, products in zip(json.loads(done.stdout.splitlines()[-1]), (5, 3), strict=True):
         # 8 instructions of 16 values for a box of 128.
