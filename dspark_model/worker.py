@@ -240,8 +240,14 @@ class DFlashWorker:
         return self._step_eager(step_input, resolved, trace)
 
     def _step_captured(self, step_input: StepInput, resolved: ResolvedRuntime) -> StepOutput:
-        self._settle_for([self._requests[key] for key in step_input.generation.request_ids if key in self._requests])
-        plan = self._checker.plan(step_input, self._requests, read_values=False)
+        rows_per_step = self.num_drafts + 1
+        keys = [key for key in step_input.generation.request_ids if key in self._requests]
+        near_the_limit = any(self._requests[k].length_bound(rows_per_step) >= self._requests[k].max_context for k in keys)
+        self._in_flight.settle(wait=near_the_limit)
+        plan = self._plan(step_input, read_values=False)
+        if any(self.pool.lacks_pages(slot, rows) for slot, rows in plan.rows_needed.items()):
+            self._in_flight.settle(wait=True)  # what is known to be longer gives older pages back, and needs fewer in doubt
+            plan = self._plan(step_input, read_values=False)
         fused = resolved.takes("fused_prologue")
         before = self.pool.begin_step(plan.rows_needed, step_input.block_table, read_values=False, fused=fused)
         try:
@@ -252,20 +258,16 @@ class DFlashWorker:
         self._in_flight.add(plan.requests, outputs.counts)
         return self._output(plan, outputs, resolved, None)
 
-    def _settle_for(self, requests: list[RequestState]) -> None:
-        """Take over the lengths that are there; all of them where a decode step of these requests needs to know."""
-        rows, block = self.num_drafts + 1, self.block_rows
-        near_the_limit = any(request.length_bound(rows) >= request.max_context for request in requests)
-        self._in_flight.settle(wait=near_the_limit)
-        self._forget(requests)
-        needed = {r.slot: min(r.length_bound(rows) + rows, r.max_context) + block for r in requests}
-        if any(self.pool.lacks_pages(slot, count) for slot, count in needed.items()):
-            self._in_flight.settle(wait=True)
-            self._forget(requests)
+    def _plan(self, step_input: StepInput, *, read_values: bool = True) -> StepPlan:
+        """The checked step; what no later block of its requests sees is given back."""
+        plan = self._checker.plan(step_input, self._requests, read_values=read_values)
+        self._forget(plan.requests)
+        return plan
 
-    def _forget(self, requests: list[RequestState]) -> None:
+    def _forget(self, requests: Sequence[RequestState | None]) -> None:
         for request in requests:
-            self.pool.forget(request.slot, request.length)
+            if request is not None:
+                self.pool.forget(request.slot, request.length)
 
     def _decode(self, plan: StepPlan, slots: torch.Tensor, resolved: ResolvedRuntime) -> DecodeOutputs:
         """A whole decode step on the device, the slots' state included."""
@@ -276,9 +278,7 @@ class DFlashWorker:
 
     def _step_eager(self, step_input: StepInput, resolved: ResolvedRuntime, trace: bool) -> StepOutput:
         self.synchronize()
-        plan = self._checker.plan(step_input, self._requests)
-        live = [request for request in plan.requests if request is not None]
-        self._forget(live)
+        plan = self._plan(step_input)
         fused = resolved.takes("fused_prologue")
         before = self.pool.begin_step(plan.rows_needed, step_input.block_table, fused=fused)
         try:
@@ -297,7 +297,7 @@ class DFlashWorker:
                 request.length, request.num_valid_drafts = lengths[index], valid[index]
                 request.num_dropped += dropped[index]
                 request.drafting = request.drafting or index in plan.drafted
-        self._forget(live)
+        self._forget(plan.requests)
         outputs = _decode_outputs(result, drafts, next_tokens)
         kept = StepTrace(context=result.context, draft=result.draft) if trace else None
         return self._output(plan, outputs, resolved, kept)

@@ -243,3 +243,43 @@ def test_prefixes_and_external_pools_are_refused(model):
 def test_windows_are_checked(window):
     with pytest.raises(ConfigError, match="pool.context_window"):
         PoolConfig(num_pages=4, max_requests=1, max_positions=8, context_window=window)
+
+
+def test_captured_steps_wait_only_when_pages_run_out(model, monkeypatch):
+    """Their lengths stay unknown until the worker has to wait for them: then older pages come back, and the outputs are those
+    of a pool that forgets nothing."""
+    runtime = dataclasses.replace(RuntimeConfig.plain(), cuda_graph="require")
+    monkeypatch.setitem(RUNTIMES, "captured", runtime)
+    outputs, waits = [], 0
+    for keeps in (False, True):
+        worker = windowed(model, 8, pages=60, requests=1, runtime="captured")
+        if keeps:
+            monkeypatch.setattr(worker.pool, "forget", lambda slot, length: None)
+            monkeypatch.setattr(worker.pool, "_most_pages", worker.pool.pages_for)
+        settle = worker._in_flight.settle
+
+        def late(*, wait, settle=settle, keeps=keeps, in_flight=worker._in_flight):
+            nonlocal waits
+            if wait:
+                waits += not keeps and len(in_flight) > 0
+                settle(wait=True)
+
+        worker.admit("a")
+        worker.step(chunk(model, "a", 0, 30, anchor=1))
+        monkeypatch.setattr(worker._in_flight, "settle", late)
+        made = []
+        for turn in range(20):
+            hidden = hidden_rows(model, DRAFTS + 1, turn).view(1, DRAFTS + 1, -1)
+            tokens = torch.full((1, DRAFTS + 1), turn, device=model.device)
+            step = worker.step(
+                StepInput(generation=GenerationRows(request_ids=["a"], target_hidden=hidden, target_tokens=tokens))
+            )
+            made.append(step.confidence.clone())
+            assert worker.pool.num_held_pages <= worker.pool.pages_for(30 + 20 * 4 + worker.block_rows)
+        assert worker.num_replays >= 19
+        worker.synchronize()
+        assert not worker._requests["a"].num_dropped
+        outputs.append(made)
+    for left, right in zip(*outputs, strict=True):
+        assert_bitwise_equal(left, right)
+    assert 2 <= waits < 20
