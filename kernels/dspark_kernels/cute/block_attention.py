@@ -32,6 +32,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     Requests,
     Workspace,
 )
+from dspark_kernels.cute.block_attention_seesaw import block_attention_seesaw_kernel
 from dspark_kernels.cute.block_attention_values import Matrices, merge_values_kernel
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
@@ -50,29 +51,9 @@ def _tma(tensor, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
 
 
 @cute.jit
-def _launch(
-    queries: Queries,
-    latents: Latents,
-    requests: Requests,
-    work: Workspace,
-    matrices: Matrices,
-    out: cute.Pointer,
-    scale: cutlass.Float32,
-    stream: cuda.CUstream,
-    facts: cutlass.Constexpr,
-):
+def _products(facts: cutlass.Constexpr):
+    """wgmma of the schedule with one tile in flight: first scores, scores, values."""
     dtype = ELEMENTS[facts.dtype]
-    blocks = facts.width // SWIZZLE
-    wide_strides = (latents.token_stride, latents.page_stride, queries.head_stride, queries.batch_stride)
-    token_stride, page_stride, head_stride, batch_stride = (cute.assume(stride, divby=CHUNK) for stride in wide_strides)
-    pool_layout = cute.make_layout(
-        (facts.page_size, (SWIZZLE, blocks), latents.pages), stride=(token_stride, (1, SWIZZLE), page_stride)
-    )
-    tma_atom, tma_tensor = _tma(cute.make_tensor(latents.values, pool_layout), facts.box, facts.box_columns)
-    query_layout = cute.make_layout(
-        (facts.queries, (SWIZZLE, blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
-    )
-    query_atom, query_tensor = _tma(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
     score_mma, value_mma = (
         cute.make_tiled_mma(
             cute.make_mma_atom(
@@ -84,9 +65,42 @@ def _launch(
         )
         for columns, major in ((KEYS // 2, OperandMajorMode.K), (facts.latent // 2, OperandMajorMode.MN))
     )
-    block_attention_kernel(
-        tma_atom, tma_tensor, query_atom, query_tensor, score_mma, score_mma, value_mma, queries, requests, work, scale, facts
-    ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)
+    return score_mma, score_mma, value_mma
+
+
+@cute.jit
+def _launch(
+    queries: Queries,
+    latents: Latents,
+    requests: Requests,
+    work: Workspace,
+    matrices: Matrices,
+    out: cute.Pointer,
+    scale: cutlass.Float32,
+    stream: cuda.CUstream,
+    facts: cutlass.Constexpr,
+):
+    blocks = facts.width // SWIZZLE
+    wide_strides = (latents.token_stride, latents.page_stride, queries.head_stride, queries.batch_stride)
+    token_stride, page_stride, head_stride, batch_stride = (cute.assume(stride, divby=CHUNK) for stride in wide_strides)
+    pool_layout = cute.make_layout(
+        (facts.page_size, (SWIZZLE, blocks), latents.pages), stride=(token_stride, (1, SWIZZLE), page_stride)
+    )
+    tma_atom, tma_tensor = _tma(cute.make_tensor(latents.values, pool_layout), facts.box, facts.box_columns)
+    query_layout = cute.make_layout(
+        (facts.queries, (SWIZZLE, blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
+    )
+    query_atom, query_tensor = _tma(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
+    fetched = (tma_atom, tma_tensor, query_atom, query_tensor)
+    grid, block = (facts.ctas, 1, 1), (THREADS, 1, 1)
+    if cutlass.const_expr(facts.seesaw):
+        block_attention_seesaw_kernel(*fetched, queries, requests, work, scale, facts).launch(
+            grid=grid, block=block, stream=stream
+        )
+    else:
+        block_attention_kernel(*fetched, *_products(facts), queries, requests, work, scale, facts).launch(
+            grid=grid, block=block, stream=stream
+        )
     threads = (facts.merge_warps * WARP, 1, 1)
     if cutlass.const_expr(facts.value_width):
         merge_values_kernel(requests, work, matrices, out, facts).launch(

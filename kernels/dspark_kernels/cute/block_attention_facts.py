@@ -20,6 +20,7 @@ class Facts:
     value_width: columns of the heads' matrices that the merge multiplies by; 0: none, the latents are the result.
     group_rows: block rows of a head that a cluster takes where the merge multiplies: 4 or 8; the bits are the same.
     value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
+    two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
     """
 
     dtype: torch.dtype
@@ -35,6 +36,7 @@ class Facts:
     value_width: int = 0
     group_rows: int = 8
     value_chunks: bool = True
+    two_tiles: bool | None = None
 
     @property
     def queries(self) -> int:
@@ -43,6 +45,15 @@ class Facts:
     @property
     def row_tiles(self) -> int:
         return -(-self.queries // TILE)
+
+    @property
+    def seesaw(self) -> bool:
+        """Two key tiles are in flight (`block_attention_seesaw`).  Not by lengths: the bits of the two schedules differ.
+
+        With more than one tile of query rows the products are the bound, not the keys' way from the memory.  The weights lie
+        where key columns without a value were.
+        """
+        return self.width > self.latent and (self.row_tiles > 1 if self.two_tiles is None else self.two_tiles)
 
     @property
     def box(self) -> int:
@@ -57,7 +68,7 @@ class Facts:
     @property
     def box_columns(self) -> int:
         """A box is a whole span where it can be, so that few are asked for."""
-        return self.width if self.box == self.span else SWIZZLE
+        return self.width if self.box == self.span and not self.seesaw else SWIZZLE
 
     @property
     def vectors(self) -> int:
