@@ -62,8 +62,9 @@ class Facts:
 
     @property
     def span(self) -> int:
-        """Rows that lie one behind the other in a column block of a key tile; half a tile is inside one span."""
-        return self.box if self.box >= KEYS // 2 else KEYS
+        """Rows that lie one behind the other in a column block of a key tile.  What a product takes of the keys is inside one
+        span: half a tile, or a tile where two are in flight."""
+        return self.box if self.box >= KEYS // 2 and not self.seesaw else KEYS
 
     @property
     def box_columns(self) -> int:

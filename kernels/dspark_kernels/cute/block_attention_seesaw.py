@@ -25,7 +25,7 @@ from dspark_kernels.cute.block_attention_device import (
     _seen,
     _store_part,
 )
-from dspark_kernels.cute.block_attention_fetch import STAGES, keys_layout
+from dspark_kernels.cute.block_attention_fetch import STAGES, SWIZZLE, keys_layout
 from dspark_kernels.cute.block_attention_schedule import (
     CHUNK,
     CONSUMERS,
@@ -43,14 +43,13 @@ from dspark_kernels.cute.block_attention_schedule import (
     values_at,
 )
 from dspark_kernels.cute.block_attention_seesaw_fetch import (
-    HALF,
     REST,
     SECTIONS,
     Shared,
     allocate,
     fetch,
     set_up_barriers,
-    weights_steps,
+    weights_begin,
 )
 
 GROUP = CONSUMERS // 2  # threads of a warpgroup
@@ -241,15 +240,13 @@ def _hand_over(
 ):
     """A tile's weights and base, for the other warpgroup."""
     dtype, column, row = ELEMENTS[facts.dtype], place.thread % 4, place.row
-    begin, step = weights_steps(facts)
-    raw = cute.recast_ptr(shared.keys.iterator, dtype=dtype) + (group * KEYS * facts.width + begin)
+    raw = cute.recast_ptr(shared.keys.iterator, dtype=dtype) + (group * KEYS * facts.width + weights_begin(facts))
     # The weights' place is keys that another warp's scores may still be read from.
     cute.arch.barrier(barrier_id=OWN + group, number_of_threads=GROUP)
     for j in cutlass.range_constexpr(KEYS // CHUNK):
         for i in cutlass.range_constexpr(2):
-            # A 64-byte swizzle: eight rows and four lanes a row meet all 32 banks once.
-            chunk = (j % 4) ^ (row // 2 % 4)
-            to = j // 4 * step + (row + 8 * i) * HALF + chunk * CHUNK + column * 2
+            # Eight rows and four lanes a row meet all 32 banks once.
+            to = (row + 8 * i) * SWIZZLE + (j ^ row % 8) * CHUNK + column * 2
             pair = cute.make_rmem_tensor(2, dtype)
             pair[0], pair[1] = state.weights[4 * j + 2 * i], state.weights[4 * j + 2 * i + 1]
             cute.autovec_copy(pair, values_at(raw, to, dtype, 2, cute.AddressSpace.smem))

@@ -27,7 +27,6 @@ from dspark_kernels.cute.block_attention_schedule import CONSUMERS, ELEMENTS, KE
 
 SECTIONS = 3  # of a stage's columns: values of the first warpgroup, of the second, and what is no value
 REST = 2  # the last of them
-HALF = KEYS // 2  # keys of a row of weights that lie side by side: in every span there is room for so many
 
 
 class Shared(NamedTuple):
@@ -46,37 +45,32 @@ class Shared(NamedTuple):
     queries_empty: cute.Pointer
 
 
-def weights_steps(facts) -> tuple[int, int]:
-    """Of the weights in the bytes of a stage: where they begin, and from the first half of their keys to the second."""
-    begin = facts.latent // SWIZZLE * facts.span * SWIZZLE
-    return begin, TILE * HALF if facts.span == KEYS else facts.span * facts.width
+def weights_begin(facts) -> int:
+    """Where the weights lie in a stage: in its first column block without a value, a swizzled row of 64 for each query row."""
+    return KEYS * facts.latent
 
 
 @cute.jit
 def allocate(facts: cutlass.Constexpr):
     """The CTA's shared memory."""
-    dtype, span, allocator, swizzle = ELEMENTS[facts.dtype], facts.span, SmemAllocator(), cute.make_swizzle(3, 4, 3)
-    tokens, token_strides = (8, span // 8, KEYS // span), (SWIZZLE, 8 * SWIZZLE, span * facts.width)
+    dtype, allocator, swizzle = ELEMENTS[facts.dtype], SmemAllocator(), cute.make_swizzle(3, 4, 3)
     values_layout = cute.make_layout(
-        ((SWIZZLE, facts.latent // SWIZZLE), tokens, STAGES), stride=((1, span * SWIZZLE), token_strides, KEYS * facts.width)
+        ((SWIZZLE, facts.latent // SWIZZLE), (8, KEYS // 8), STAGES),
+        stride=((1, KEYS * SWIZZLE), (SWIZZLE, 8 * SWIZZLE), KEYS * facts.width),
     )
-    begin, step = weights_steps(facts)
     weights_layout = cute.make_layout(
-        ((8, TILE // 8), (HALF, 2), STAGES), stride=((HALF, 8 * HALF), (1, step), KEYS * facts.width)
+        ((8, TILE // 8), SWIZZLE, STAGES), stride=((SWIZZLE, 8 * SWIZZLE), 1, KEYS * facts.width)
     )
     queries = allocator.allocate_tensor(dtype, _rows_layout(facts.width // SWIZZLE), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
-    behind = cute.recast_ptr(keys.iterator, dtype=dtype) + begin
-    at_weights = cute.recast_ptr(
-        cute.make_ptr(dtype, behind.toint(), cute.AddressSpace.smem, assumed_align=1024), cute.make_swizzle(2, 4, 3), dtype
-    )
+    weights = cute.make_tensor(keys.iterator + weights_begin(facts), weights_layout)
     bases, sums = (allocator.allocate_tensor(cutlass.Float32, cute.make_layout(2 * TILE), 16) for _ in range(2))
     barriers = [allocator.allocate_array(cutlass.Int64, count) for count in (STAGES * SECTIONS, STAGES * SECTIONS, 1, 1)]
     return Shared(
         queries,
         keys,
         cute.make_tensor(keys.iterator, values_layout),
-        cute.make_tensor(at_weights, weights_layout),
+        weights,
         bases,
         sums,
         *barriers,
