@@ -193,6 +193,7 @@ def block_attention(
     window: int | None = None,
     slots: torch.Tensor | None = None,
     value_weights: torch.Tensor | None = None,
+    two_tiles: bool | None = None,
 ) -> torch.Tensor:
     """Two launches on the device's current stream, under a CUDA graph too; the lengths are read on the device only.
 
@@ -202,6 +203,7 @@ def block_attention(
     so they may be -1.
     value_weights: [heads, kv_lora_rank, v_head_dim] of the same dtype, any strides; with values of a column side by side, at
     multiples of 16 bytes, they are read 16 bytes at once.
+    two_tiles: for benchmarks, which of the two schedules; None: by the shape (`Facts.seesaw`).
     Returns [B, N, heads, kv_lora_rank]; with value_weights the product of it, rounded, with each head's, [B, N, heads,
     v_head_dim].
 
@@ -224,7 +226,7 @@ def block_attention(
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     facts = Facts(
         queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
-        fetch_queries=one_stride,
+        fetch_queries=one_stride, two_tiles=two_tiles,
     )  # fmt: skip
     if value_weights is not None:
         facts = replace(

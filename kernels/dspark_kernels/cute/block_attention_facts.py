@@ -38,6 +38,13 @@ class Facts:
     value_chunks: bool = True
     two_tiles: bool | None = None
 
+    def __post_init__(self) -> None:
+        if self.two_tiles and self.width == self.latent:
+            raise ValueError(
+                f"two key tiles in flight need key columns without a value, and key rows of {self.width} have none behind "
+                f"{self.latent} latents; leave two_tiles out"
+            )
+
     @property
     def queries(self) -> int:
         return self.rows * self.heads
