@@ -34,6 +34,7 @@ class Case:
     """seq_lens: keys of each request, block rows with them; scale: of the latents; the queries' undoes it for the scores.
 
     slotted: requests name their rows of a longer table, -1 without keys; apart: a request's query rows have no one stride.
+    two_tiles: which schedule; None: by the shape.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     scale: float = 1.0
     slotted: bool = False
     apart: bool = False
+    two_tiles: bool | None = None
     timed: bool = False
 
 
@@ -64,6 +66,18 @@ def cases() -> list[Case]:
         Case("slots", (0, 100, 2055, 0, 7), slotted=True),
         Case("slots of many requests", tuple(range(0, 3000, 83)), slotted=True),
         Case("queries apart", (515, 0, 70), apart=True),
+        Case("8 heads, two tiles in flight", (0, 100, 2055, 0, 7), two_tiles=True),
+        Case("64 heads, one tile in flight", (2055, 0, 70), heads=64, two_tiles=False),
+    ]
+    small += [Case(f"64 heads, seq {length}", (length,), heads=64) for length in (1, 64, 65, 129, 515)]
+    small += [
+        Case("64 heads, window", (2055, 300, 20, *range(200, 400, 3)), heads=64, window=100),
+        Case("64 heads, requests of few tiles", tuple(range(1, 330)), heads=64),  # about 17 a CTA, of 1 to 6 tiles
+        Case("64 heads, beyond one tile a CTA", (40000, 3, 131), heads=64),
+        Case("64 heads, large values", (2055, 70), heads=64, scale=1e6),
+        Case("64 heads, page 16, float16, causal, slots", (0, 515, 9, 64), 64, 16, causal=True, dtype="float16", slotted=True),
+        Case("16 heads, page 128, causal, page major", (2055, 9, 64), 16, 128, causal=True, page_major=True),
+        Case("64 heads, page 64, queries apart", (515, 0, 70), 64, 64, apart=True),
     ]
     shapes = ((1, 2048, 8), (1, 32768, 8), (1, 131072, 8), (1, 393216, 8), (4, 2048, 8), (1, 32768, 64))
     return small + [
@@ -160,6 +174,7 @@ def launch(case: Case, inputs: Inputs, **options) -> torch.Tensor:
         causal=case.causal,
         window=case.window,
         slots=inputs.slots,
+        two_tiles=case.two_tiles,
         **options,
     )
 
@@ -246,7 +261,7 @@ def kernel_times(case: Case, several: list[Inputs]) -> dict | str:
             torch.cuda.synchronize()
         found: dict[str, list[float]] = {}
         for event in profile.events():
-            for name in ("block_attention_kernel", "merge_kernel"):
+            for name in ("block_attention_kernel", "block_attention_seesaw_kernel", "merge_kernel"):
                 if name in event.name:
                     found.setdefault(name, []).append(event.device_time)
         return {name: sorted(times)[len(times) // 2] for name, times in found.items()}

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, rea
 
 PROGRAM = r"""
 import json, re, subprocess, sys
+from collections import Counter
 from pathlib import Path
 import torch
 import triton
@@ -31,9 +32,13 @@ for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132),
     Facts(torch.float16, 128, 192, 16, 64, 128, True, 132),
     Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, slotted=True, fetch_queries=False),
+    Facts(torch.bfloat16, 512, 576, 7, 64, 32, False, 132, two_tiles=False),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128),
     Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False),
+    Facts(torch.bfloat16, 512, 576, 7, 64, 16, False, 132),
+    Facts(torch.bfloat16, 512, 576, 7, 64, 64, True, 132, slotted=True, fetch_queries=False),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, two_tiles=True),
 ):
     compiled = compile_block_attention(facts, "sm_90a")
     machine_code, ptx = compiled.__cubin__, compiled.__ptx__
@@ -42,8 +47,7 @@ for facts in (
             "magic": machine_code[:4].hex(),
             "machine": int.from_bytes(machine_code[18:20], "little"),
             "target": re.search(r"\.target (\w+)", ptx)[1],
-            "scores": ptx.count(f"wgmma.mma_async.sync.aligned.m64n32k16.f32"),
-            "values": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{facts.latent // 2}k16.f32"),
+            "wgmma": dict(Counter(map(int, re.findall(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16.f32", ptx)))),
             "boxes": ptx.count("cp.async.bulk.tensor.4d.shared"),
             "spilled": ".local" in ptx,
             "stack": stack(machine_code),
@@ -62,12 +66,18 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     done = run_compiling(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])
+    # One tile in flight: each warpgroup has half of a tile's keys, and both have one build.  Two: a build for each, with a
+    # pair's first tile apart; the values behind the scores, and those of the other's tiles, in the loop and behind it.
+    one = [{32: 36, 256: 4}, {32: 20, 128: 4}]
+    two = [{64: 4 * 36, 256: 8 * 4}, {64: 4 * 20, 128: 8 * 4}]
     # The product: four steps for each eight columns that a warp has.
-    wanted = ((576, 4, 0, 0), (192, 3, 0, 0), (320, 4, 0, 0), (576, 4, 1, 2), (576, 4, 1, 2), (320, 4, 3, 0))
-    for result, (width, boxes, tiles, fetches) in zip(results, wanted, strict=True):
+    wanted = (
+        (one[0], 4, 0, 0), ({64: 4 * 12 + 8 * 4}, 5, 0, 0), (one[1], 4, 0, 0), (one[0], 4, 0, 0), (one[0], 4, 1, 2),
+        (one[0], 4, 1, 2), (two[1], 8, 3, 0), (two[0], 14, 0, 0), (two[0], 3, 0, 0), (two[0], 8, 0, 0),
+    )  # fmt: skip
+    for result, (products, boxes, tiles, fetches) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
-        assert result["scores"] == width // 16
-        assert result["values"] == 4
+        assert result["wgmma"] == {str(columns): count for columns, count in products.items()}
         assert result["boxes"] == boxes
         assert not result["spilled"] and result["stack"] == [0, 0]
         assert result["waits"] == result["launches"] == 1
@@ -126,9 +136,10 @@ MANY = BENCH.Case("many requests", tuple(range(0, 3000, 83)), slotted=True)
 CAUSAL = BENCH.Case("16 heads, causal", (515, 0, 70), heads=16, causal=True)
 APART = BENCH.Case("12 heads, apart", (515, 0, 70), heads=12, apart=True)
 ONE = BENCH.Case("1 head, float16", (2055, 9), heads=1, dtype="float16")
+PAGE_64 = BENCH.Case("64 heads, page 64", (2055, 0, 70), heads=64, page_size=64)
 WINDOW = BENCH.Case("64 heads, window", (2055, 0, 70), heads=64, window=100)
 # Few builds: each takes seconds.
-OF_ROWS = [(case, BENCH.BLOCK) for case in (ALONE, RAGGED, ALL_PARTS, MANY, CAUSAL, WINDOW)]
+OF_ROWS = [(case, BENCH.BLOCK) for case in (ALONE, RAGGED, ALL_PARTS, MANY, CAUSAL, WINDOW, PAGE_64)]
 OF_ROWS += [(RAGGED, 1), (ALONE, 5), (RAGGED, 16), (APART, 9), (ONE, 16)]
 OF_MATRICES = [(RAGGED, 128, "rows of kv_b_proj"), (ALL_PARTS, 128, "rows of kv_b_proj"), (CAUSAL, 128, "rows of kv_b_proj")]
 OF_MATRICES += [

@@ -235,9 +235,7 @@ def _clear(shared: Shared, seen, token, place: Place, group: cutlass.Constexpr, 
 
 
 @cute.jit
-def _hand_over(
-    state: State, shared: Shared, seen, token, place: Place, group: cutlass.Constexpr, facts: cutlass.Constexpr
-):
+def _hand_over(state: State, shared: Shared, seen, token, place: Place, group: cutlass.Constexpr, facts: cutlass.Constexpr):
     """A tile's weights and base, for the other warpgroup."""
     dtype, column, row = ELEMENTS[facts.dtype], place.thread % 4, place.row
     raw = cute.recast_ptr(shared.keys.iterator, dtype=dtype) + (group * KEYS * facts.width + weights_begin(facts))

@@ -58,9 +58,7 @@ def allocate(facts: cutlass.Constexpr):
         ((SWIZZLE, facts.latent // SWIZZLE), (8, KEYS // 8), STAGES),
         stride=((1, KEYS * SWIZZLE), (SWIZZLE, 8 * SWIZZLE), KEYS * facts.width),
     )
-    weights_layout = cute.make_layout(
-        ((8, TILE // 8), SWIZZLE, STAGES), stride=((SWIZZLE, 8 * SWIZZLE), 1, KEYS * facts.width)
-    )
+    weights_layout = cute.make_layout(((8, TILE // 8), SWIZZLE, STAGES), stride=((SWIZZLE, 8 * SWIZZLE), 1, KEYS * facts.width))
     queries = allocator.allocate_tensor(dtype, _rows_layout(facts.width // SWIZZLE), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
     weights = cute.make_tensor(keys.iterator + weights_begin(facts), weights_layout)
