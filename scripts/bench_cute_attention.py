@@ -34,7 +34,7 @@ class Case:
     """seq_lens: keys of each request, block rows with them; scale: of the latents; the queries' undoes it for the scores.
 
     slotted: requests name their rows of a longer table, -1 without keys; apart: a request's query rows have no one stride.
-    two_tiles: which schedule; None: by the shape.
+    two_tiles: which schedule; None: by the shape; rising: keys grow with their position, so later scores are far larger.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Case:
     slotted: bool = False
     apart: bool = False
     two_tiles: bool | None = None
+    rising: bool = False
     timed: bool = False
 
 
@@ -74,6 +75,7 @@ def cases() -> list[Case]:
         Case("64 heads, window", (2055, 300, 20, *range(200, 400, 3)), heads=64, window=100),
         Case("64 heads, requests of few tiles", tuple(range(1, 330)), heads=64),  # about 17 a CTA, of 1 to 6 tiles
         Case("64 heads, beyond one tile a CTA", (40000, 3, 131), heads=64),
+        Case("64 heads, rising scores", (2055, 0, 70, 9000), heads=64, rising=True),
         Case("64 heads, large values", (2055, 70), heads=64, scale=1e6),
         Case("64 heads, page 16, float16, causal, slots", (0, 515, 9, 64), 64, 16, causal=True, dtype="float16", slotted=True),
         Case("16 heads, page 128, causal, page major", (2055, 9, 64), 16, 128, causal=True, page_major=True),
@@ -123,6 +125,8 @@ def make_inputs(case: Case, device: str, seed: int = 0, poison: bool = True) -> 
     for request, count in enumerate(used):
         table[where[request], :count] = order[first : first + count]
         first += count
+        if case.rising:
+            latents[table[where[request], :count].long()] *= torch.linspace(0.1, 30, count, device=device)[:, None, None]
     if poison:
         alive = torch.zeros(total, case.page_size, dtype=torch.bool, device=device)
         for request, (start, end) in enumerate(spans(case, context_lens)):

@@ -361,6 +361,27 @@ MUTANTS = (
         "ops/test_latent_norm_rope.py::test_distances_past_2_to_the_31_do_not_wrap",
     ),
     Mutant(
+        "cute_keeps_one_tile_in_flight", "kernels/dspark_kernels/cute/block_attention_facts.py",
+        "self.row_tiles > 1 if self.two_tiles is None",
+        "self.row_tiles > 2 if self.two_tiles is None",
+        "test_cute_block_attention.py::test_the_schedule_is_by_the_rows_of_the_block",
+        needs="cutlass",
+    ),
+    Mutant(
+        "cute_forgets_the_others_base", "kernels/dspark_kernels/cute/block_attention_seesaw.py",
+        "_move_base(state.rows, i, shared.bases[other * TILE + place.row + 8 * i])",
+        "_move_base(state.rows, i, state.rows.highest[i])",
+        "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[64 heads, rising scores]",
+        needs="gpu",
+    ),
+    Mutant(
+        "cute_clears_no_row_of_two_tiles", "kernels/dspark_kernels/cute/block_attention_seesaw.py",
+        "_clear_rows(raw, seen.first - token, seen.end - token, place.thread + i * GROUP, facts)",
+        "pass",
+        "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[64 heads, seq 65]",
+        needs="gpu",
+    ),
+    Mutant(
         "cute_loads_value_by_value", "kernels/dspark_kernels/cute/latent_norm_rope.py",
         "assumed_align=count * size if aligned else size",
         "assumed_align=size",

@@ -84,6 +84,33 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
         assert (result["products"], result["sends"], result["fetches"]) == (4 * tiles, tiles, fetches)
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "width", "two_tiles", "wanted"),
+    [
+        (8, 8, 576, None, False),
+        (9, 8, 576, None, True),
+        (1, 65, 576, None, True),
+        (7, 64, 512, None, False),
+        (7, 8, 576, True, True),
+        (7, 64, 576, False, False),
+    ],
+)
+def test_the_schedule_is_by_the_rows_of_the_block(rows, heads, width, two_tiles, wanted):
+    from dspark_kernels.cute.block_attention_facts import Facts
+
+    for page_size, box, span in ((16, 16, 64), (32, 32, 64 if wanted else 32), (128, 64, 64)):
+        facts = Facts(torch.bfloat16, 512, width, rows, heads, page_size, False, 132, two_tiles=two_tiles)
+        assert (facts.seesaw, facts.box, facts.span) == (wanted, box, span)
+        assert facts.box_columns == (64 if wanted or box < span else width)
+
+
+def test_two_tiles_in_flight_need_room_for_weights():
+    from dspark_kernels.cute.block_attention_facts import Facts
+
+    with pytest.raises(ValueError, match="key rows of 512 have none behind 512 latents; leave two_tiles out"):
+        Facts(torch.bfloat16, 512, 512, 7, 64, 32, False, 132, two_tiles=True)
+
+
 def bench():
     spec = importlib.util.spec_from_file_location("bench_cute_attention", ROOT / "scripts" / "bench_cute_attention.py")
     module = importlib.util.module_from_spec(spec)

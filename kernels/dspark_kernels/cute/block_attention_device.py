@@ -62,23 +62,27 @@ def _barrier(name: cutlass.Constexpr):
 
 
 @cute.jit
-def _load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Constexpr):
-    """One tile of query rows into shared memory, swizzled.  The last row stands in the rows that the tile has too many."""
+def _load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Constexpr, turns: cutlass.Constexpr = 1):
+    """One tile of query rows into shared memory, swizzled.  The last row stands in the rows that the tile has too many.
+
+    turns: one behind the other, so that fewer registers are in use; 1 or 2.
+    """
     dtype = ELEMENTS[facts.dtype]
     chunks = facts.width // CHUNK
-    per_thread = TILE * chunks // CONSUMERS
+    per_thread = TILE * chunks // CONSUMERS // turns
     loaded = [cute.make_rmem_tensor(CHUNK, dtype) for _ in range(per_thread)]
-    for i in cutlass.range_constexpr(per_thread):  # no branch and no store in between: all loads are in flight together
-        at = thread + i * CONSUMERS
-        query = cutlass.min(row_tile * TILE + at // chunks, facts.queries - 1)
-        where = cutlass.Int64(request) * queries.batch_stride + cutlass.Int64(query // facts.heads) * queries.row_stride
-        where += cutlass.Int64(query % facts.heads) * queries.head_stride + at % chunks * CHUNK
-        cute.autovec_copy(values_at(queries.values, where, dtype, CHUNK, cute.AddressSpace.gmem), loaded[i])
-    for i in cutlass.range_constexpr(per_thread):
-        at = thread + i * CONSUMERS
-        row, chunk = at // chunks, at % chunks
-        to = (chunk // 8) * TILE * SWIZZLE + row * SWIZZLE + ((chunk % 8) ^ (row % 8)) * CHUNK
-        cute.autovec_copy(loaded[i], values_at(shared, to, dtype, CHUNK, cute.AddressSpace.smem))
+    for begin in cutlass.range(thread, thread + turns * per_thread * CONSUMERS, per_thread * CONSUMERS, unroll=1):
+        for i in cutlass.range_constexpr(per_thread):  # no branch and no store in between: all loads are in flight together
+            at = begin + i * CONSUMERS
+            query = cutlass.min(row_tile * TILE + at // chunks, facts.queries - 1)
+            where = cutlass.Int64(request) * queries.batch_stride + cutlass.Int64(query // facts.heads) * queries.row_stride
+            where += cutlass.Int64(query % facts.heads) * queries.head_stride + at % chunks * CHUNK
+            cute.autovec_copy(values_at(queries.values, where, dtype, CHUNK, cute.AddressSpace.gmem), loaded[i])
+        for i in cutlass.range_constexpr(per_thread):
+            at = begin + i * CONSUMERS
+            row, chunk = at // chunks, at % chunks
+            to = (chunk // 8) * TILE * SWIZZLE + row * SWIZZLE + ((chunk % 8) ^ (row % 8)) * CHUNK
+            cute.autovec_copy(loaded[i], values_at(shared, to, dtype, CHUNK, cute.AddressSpace.smem))
 
 
 @cute.jit
