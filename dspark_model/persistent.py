@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -17,16 +18,23 @@ if TYPE_CHECKING:
 # With more rows the launches of `low_m` are as fast: with 28 a step at K3's shape takes 695 us, and 702 this way, on an H200.
 MAX_ROWS = 16
 
+# The path of each device that launches early.  Such a launch need not be resident as a whole, and of two that are half each
+# neither would end, so it is one of a process at a time; the others launch cooperatively.
+_EARLY: WeakValueDictionary[torch.device, "PersistentPath"] = WeakValueDictionary()
+
 
 class PersistentPath(LowMPath):
     """`LowMPath`, whose blocks of at most 16 rows have `ops.between_attentions` between the attentions of their layers.
 
     The projections of queries and latents have to be one product, see `MLAAttention.merge_qkv_a`.
+
+    launches_early: whether its launches begin beside the attention; the first living path on a device that may does so.
     """
 
-    def __init__(self, model: "MLADSparkForCausalLM"):
+    def __init__(self, model: "MLADSparkForCausalLM", *, may_launch_early: bool):
         super().__init__(model)
         self._between = BetweenWorkspace(between_sizes(model.config), model.device)
+        self.launches_early = may_launch_early and _EARLY.setdefault(model.device, self) is self
 
     def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:
         """`LowMPath.layers`."""
@@ -39,7 +47,7 @@ class PersistentPath(LowMPath):
             following = layers[index + 1] if index + 1 < len(layers) else None
             made = ops.between_attentions(
                 values.flatten(0, 1).flatten(1), hidden, _after(layer), None if following is None else _before(following),
-                backend="cute", workspace=self._between,
+                backend="cute", workspace=self._between, early=self.launches_early,
             )  # fmt: skip
             hidden = made.hidden
             if following is not None:

@@ -93,8 +93,10 @@ class DFlashWorker:
         )
         self._checker = StepChecker(model.config, self.num_drafts, model.dtype, model.device)
         self._context_latents = ContextLatents(model)
-        kinds = {Gemm.LOW_M: LowMPath, Gemm.PERSISTENT: PersistentPath}
-        self._products = {gemm: kind(model) for gemm, kind in kinds.items() if self._may_take(gemm)}
+        self._products = {Gemm.LOW_M: LowMPath(model)} if self._may_take(Gemm.LOW_M) else {}
+        if self._may_take(Gemm.PERSISTENT):
+            by_default = self.resolved["gemm"].in_force == Gemm.PERSISTENT
+            self._products[Gemm.PERSISTENT] = PersistentPath(model, may_launch_early=by_default)
         if self.resolved.takes("merged_qkv_a"):
             model.merge_qkv_a()
         # Captured steps read the weights where they lie now; a later worker on this model may move them.
@@ -132,6 +134,9 @@ class DFlashWorker:
         }
         graphs, megabytes = self._graphs.num_graphs, self._graphs.memory_bytes / 2**20
         report["graphs"] = f"{graphs} captured, {megabytes:.1f} MiB, {self.num_replays} replays"
+        if self.resolved["gemm"].in_force == Gemm.PERSISTENT:
+            early, late = "begin beside the attention", "cooperative: another worker of this process on this GPU launches early"
+            report["persistent_launches"] = early if self._products[Gemm.PERSISTENT].launches_early else late
         for choice in self.resolved.choices:
             report[f"runtime.{choice.name}"] = f"{choice.in_force} (asked for {choice.requested}: {choice.reason})"
         return report

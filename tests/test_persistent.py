@@ -4,6 +4,7 @@ The kernel is for Hopper; here the calls go to the op's torch form.
 """
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -23,8 +24,8 @@ def calls(monkeypatch) -> list[tuple[int, bool]]:
     """Rows of each call, and whether a layer follows."""
     made, torch_form = [], ops.between_attentions
 
-    def between_attentions(values, residual, after, before, *, backend, workspace):
-        assert backend == "cute"
+    def between_attentions(values, residual, after, before, *, backend, workspace, early):
+        assert (backend, type(early)) == ("cute", bool)
         sizes = _check(values, residual, after, before)
         assert sizes == (workspace if before is not None else dataclasses.replace(workspace, q_rank=0, width=0, queries=0))
         for tensor in (values, residual):
@@ -68,3 +69,21 @@ def test_larger_blocks_are_those_of_low_m(calls):
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
     assert not calls
     assert torch.equal(ours, first_blocks(model, dataclasses.replace(PLAIN, gemm="low_m"), requests))
+
+
+def test_one_path_of_a_device_launches_early(calls):
+    model, runtime = small_model(), dataclasses.replace(PLAIN, gemm="persistent")
+
+    def made() -> tuple:
+        worker = make_worker(model, runtime, Layout.PAGE_MAJOR)
+        return worker, worker.describe()["persistent_launches"]
+
+    gc.collect()  # workers of other tests
+    first, early = made()
+    second, late = made()
+    assert early == "begin beside the attention" and late.startswith("cooperative: another worker")
+    del first
+    gc.collect()
+    assert made()[1] == early, "the first is gone, so the next one may"
+    assert second.describe()["persistent_launches"] == late, "what it has captured stays as it is"
+    assert "persistent_launches" not in make_worker(model, PLAIN, Layout.PAGE_MAJOR).describe()

@@ -1,6 +1,7 @@
 """Numeric profiles of the whole step: the block decode alone, and the captured step, with every exact switch."""
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator
 
 import torch
@@ -42,9 +43,13 @@ def runtime_of(profile: str, *, switches: bool, split: bool) -> RuntimeConfig:
 def _workers(
     model: MLADSparkForCausalLM, batch: int, context: int, profiles: list[str]
 ) -> Iterator[tuple[str, str, DFlashWorker]]:
-    """Profile, label and a started worker with all switches, with one stream a layer and with two; says which cannot run."""
+    """Profile, label and a started worker with all switches, with one stream a layer and with two; says which cannot run.
+
+    Of `persistent` with two only: one worker of a process launches early, see `PersistentPath`.
+    """
+    gc.collect()  # workers of before, which launch early as long as they are there
     for profile in profiles:
-        for split in (False, True):
+        for split in (False, True)[PROFILES[profile].get("gemm") == "persistent" :]:
             label = f"{profile}, split" if split else profile
             try:
                 worker = started_worker(model, runtime_of(profile, switches=True, split=split), batch, context)

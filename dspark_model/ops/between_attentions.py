@@ -112,6 +112,7 @@ def between_attentions(
     *,
     backend: str = "torch",
     workspace: BetweenWorkspace | None = None,
+    early: bool = False,
 ) -> BetweenOutput:
     """h = residual + values @ o.T; gated = silu(z @ gate.T) * (z @ up.T) with z = RMSNorm(h); hidden = h + gated @ down.T; and
     with the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T.
@@ -122,7 +123,12 @@ def between_attentions(
     16 bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given.  A row's bits depend on its own values,
     the sizes and the device's number of processors, on nothing else.
     workspace: of the backend `cute`.  All CTAs of the launch wait for one another: it is a cooperative launch of one on each
-    multiprocessor.
+    multiprocessor, unless it is early.
+    early: of the backend `cute`: the launch begins where multiprocessors are free while the kernel before it on the stream
+        still runs, if that one allows it (programmatic dependent launch), and fetches weights until it has ended.  Only
+        `values` may be what that kernel makes: `residual`, the weights and the workspace's launch before must have been
+        complete when it began.  It is no cooperative launch, so nothing else that waits for CTAs of its own may run on the
+        device meanwhile.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; or `cute`, and `between_attentions_refusal` gives a reason,
@@ -132,7 +138,7 @@ def between_attentions(
     """
     sizes = _check(values, residual, after, before)
     if backend == "cute":
-        return _cute(values, residual, after, before, sizes, workspace)
+        return _cute(values, residual, after, before, sizes, workspace, early)
     if backend != "torch":
         raise ValueError(f"between_attentions has no backend {backend}; choose torch or cute")
     h = low_m_linear(values, after.o, residual=residual)
@@ -181,18 +187,20 @@ def _check(values, residual, after: AfterAttention, before: BeforeAttention | No
     return BetweenSizes(hidden, width, inner, q_rank, outer, queries)
 
 
-def _facts(sizes: BetweenSizes, rows: int, following: bool, device: torch.device):
+def _facts(sizes: BetweenSizes, rows: int, following: bool, device: torch.device, *, early: bool = False):
     from dspark_kernels.cute.between_attentions_schedule import LANES, Facts
 
     lanes = next(lanes for lanes in LANES if rows <= lanes)
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     return Facts(
         torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-        sizes.queries, following, ctas,
+        sizes.queries, following, ctas, early,
     )  # fmt: skip
 
 
-def _cute(values, residual, after, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None) -> BetweenOutput:
+def _cute(
+    values, residual, after, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool
+) -> BetweenOutput:
     rows, device, following = values.shape[0], values.device, before is not None
     if workspace is None or workspace.parts.device != device:
         found = "none" if workspace is None else f"one on {workspace.parts.device}"
@@ -222,5 +230,5 @@ def _cute(values, residual, after, before, sizes: BetweenSizes, workspace: Betwe
         tensors += [empty(own.hidden), qkv_a, empty(own.q_rank), queries]
         epses[1:] = [before.norm.eps, before.q_norm.eps]
     work = (workspace.parts, workspace.squares, workspace.counters[following])
-    launch(_facts(own, rows, following, device), weights, tensors, work, epses)
+    launch(_facts(own, rows, following, device, early=early), weights, tensors, work, epses)
     return BetweenOutput(h, gated, hidden, qkv_a, queries)

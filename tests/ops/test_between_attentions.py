@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+from random import Random
 
 import pytest
 import torch
@@ -167,6 +168,7 @@ def test_refusals_name_the_reason():
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 @pytest.mark.parametrize("ctas", [132, 114, 7])
 def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
+    from dspark_kernels.cute.between_attentions_meet import QUEUE
     from dspark_kernels.cute.between_attentions_schedule import LANES, SHARED_BYTES, Facts, owner, share
 
     for lanes, following in itertools.product(LANES, (False, True)):
@@ -176,7 +178,9 @@ def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
         )  # fmt: skip
         assert [product.name for product in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
         assert facts.stages * 2 * 128 * (64 + lanes) + 4096 <= SHARED_BYTES
-        for product, pieces in zip(facts.products, facts.pieces, strict=True):
+        assert facts.stages + 2 <= QUEUE
+        assert facts.num_counters == facts.launches_at + 1 and facts.asked_at >= 32 * len(facts.products)
+        for product, parts in list(zip(facts.products, facts.parts, strict=True))[1:]:
             total = product.tiles * product.boxes
             owners = [owner(box, product) for box in range(total)]
             for cta in range(ctas):
@@ -184,14 +188,55 @@ def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
                 assert owners[first:last] == [cta] * (last - first)
             for tile in range(product.tiles):
                 # The finisher waits for a part of every CTA from the first to the last.
-                parts = set(owners[tile * product.boxes : (tile + 1) * product.boxes])
-                assert len(parts) <= pieces
-                assert parts == set(range(min(parts), max(parts) + 1))
+                sharing = set(owners[tile * product.boxes : (tile + 1) * product.boxes])
+                assert len(sharing) <= parts
+                assert sharing == set(range(min(sharing), max(sharing) + 1))
             finished = [tile for cta in range(ctas) for tile in range(*share(cta, product.tiles, product))]
             assert finished == list(range(product.tiles))
             # Who finishes a tile multiplies for the product too, and so has read which launch this is.
             assert {cta for cta in range(ctas) if len(range(*share(cta, product.tiles, product)))} <= set(owners)
-            assert facts.num_parts >= product.tiles * pieces * 64 * lanes
+            assert facts.num_parts >= product.tiles * parts * 64 * lanes
+
+
+@needs_cute
+@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
+@pytest.mark.parametrize("ctas", [132, 7])
+def test_ctas_take_each_piece_of_the_first_product_once(sizes, ctas):
+    from dspark_kernels.cute.between_attentions_schedule import PIECE, Facts
+
+    facts = Facts(
+        torch.bfloat16, 8, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
+        sizes.queries, True, ctas,
+    )  # fmt: skip
+    o, per_tile = facts.products[0], facts.tile_pieces
+    boxes = [
+        (piece // per_tile, box)
+        for piece in range(facts.first_pieces)
+        for box in range(o.boxes)[piece % per_tile * PIECE :][:PIECE]
+    ]
+    assert boxes == list(itertools.product(range(o.tiles), range(o.boxes)))
+    assert facts.parts[0] == per_tile and facts.num_parts >= facts.first_pieces * 64 * 8
+    # As the fetching warps do it, in a random order: some begin late, and find less.
+    random, asked, taken = Random(0), itertools.count(), []
+    waiting = [(cta, next(asked)) for cta in random.sample(range(ctas), ctas // 2)]
+    late = [cta for cta in range(ctas) if cta not in [early for early, _ in waiting]]
+    vain = 0
+    while waiting or late:
+        if late and (not waiting or random.random() < 0.1):
+            waiting.append((late.pop(), next(asked)))
+            continue
+        piece, answer = waiting.pop(random.randrange(len(waiting)))
+        if piece >= facts.first_pieces:  # a CTA that had no piece of its own
+            vain += 1
+            continue
+        taken.append(piece)
+        piece = ctas + answer
+        if piece < facts.first_pieces:
+            waiting.append((piece, next(asked)))
+        else:
+            vain += 1
+    assert sorted(taken) == list(range(facts.first_pieces))
+    assert vain == ctas and next(asked) == facts.asks
 
 
 @needs_cute
@@ -223,6 +268,7 @@ for lanes, following in ((8, True), (16, False)):
         {
             "target": re.search(r"\.target (\w+)", ptx)[1],
             "products": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{lanes}k16.f32.bf16.bf16"),
+            "waits": ptx.count("griddepcontrol.wait"),
             "words": "st.relaxed.gpu.global.v2.b64" in ptx and "ld.relaxed.gpu.global.v2.b64" in ptx,
             "cached_weights": "ld.global.nc" in ptx,
             "arrays_in_memory": ".local" in ptx,
@@ -240,6 +286,8 @@ def test_compiles_to_wgmma_without_a_gpu(tmp_path):
         # 8 instructions of 16 values for a box of 128.
         assert (result["target"], result["products"]) == ("sm_90a", 8 * products)
         assert result["words"]
+        # The warp that fetches x and those that finish tiles wait for the kernel before; the one that fetches weights does not.
+        assert result["waits"] == 2
         assert not result["arrays_in_memory"]
         # What other CTAs write during the launch must not be read through the cache for constants.
         assert not result["cached_weights"]
@@ -332,13 +380,42 @@ def test_a_graph_replays_with_changed_inputs():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [K3, SMALL], ids=["k3", "small"])
+def test_an_early_launch_waits_for_its_rows(sizes):
+    """The kernel before it lets it begin at once and writes its rows, NaN until then, 30 us later."""
+    from late_kit import copy_late
+
+    after, before = layers(sizes, "cuda", torch.bfloat16)
+    workspace, (values, residual) = BetweenWorkspace(sizes, CUDA), inputs(sizes, 7, "cuda", torch.bfloat16)
+    wanted = cute((values, residual), after, before, workspace)
+    late = torch.empty_like(values)
+
+    def work() -> BetweenOutput:
+        late.fill_(float("nan"))
+        copy_late(late, values)
+        return between_attentions(late, residual, after, before, backend="cute", workspace=workspace, early=True)
+
+    for _ in range(20):
+        assert_bitwise_equal(work().queries, wanted.queries)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = work()
+    for _ in range(20):
+        made.queries.fill_(float("nan"))
+        graph.replay()
+        for field in dataclasses.fields(BetweenOutput):
+            assert_bitwise_equal(getattr(made, field.name), getattr(wanted, field.name), field.name)
+
+
+@pytest.mark.gpu
 def test_counters_wrap_around():
     after, before = layers(SMALL, "cuda", torch.bfloat16)
     workspace, given = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
     wanted = cute(given, after, before, workspace)
     launches = 2**31 - 2
-    *products, _ = workspace.counters[1].tolist()  # each finished tile once
-    workspace.counters[1].copy_(torch.tensor([(launches * tiles + 2**31) % 2**32 - 2**31 for tiles in (*products, 1)]))
+    counts = workspace.counters[1].tolist()  # each finished tile once
+    assert counts[-1] == 1 and sum(count > 0 for count in counts) == 6
+    workspace.counters[1].copy_(torch.tensor([(launches * count + 2**31) % 2**32 - 2**31 for count in counts]))
     for _ in range(5):
         made = cute(given, after, before, workspace)
         assert_bitwise_equal(made.queries, wanted.queries)

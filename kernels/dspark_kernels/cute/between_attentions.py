@@ -70,7 +70,7 @@ def _launch(
     between_attentions_kernel(
         weight_maps, x_maps, mma, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
     ).launch(
-        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=True
+        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early, use_pdl=facts.early
     )  # fmt: skip
 
 

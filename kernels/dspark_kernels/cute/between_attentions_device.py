@@ -1,7 +1,8 @@
 """The kernel of `between_attentions`: weights never stop streaming while the products wait for one another.
 
 In a CTA one warp fetches boxes of weights, of all products one after the other, as far ahead as shared memory allows; a second
-one fetches the rows of x that meet them, once the product before is finished; one warpgroup multiplies; one finishes tiles.
+one fetches the rows of x that meet them, once the product before is finished; one warpgroup multiplies; one finishes tiles.  An
+early launch fetches weights while the kernel before it still makes the first product's x.
 
 `facts` is a `Facts` of `between_attentions_schedule`.
 """
@@ -13,18 +14,38 @@ from cutlass.cute.nvgpu import warpgroup
 from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x
 from dspark_kernels.cute.between_attentions_finish import finish
 from dspark_kernels.cute.between_attentions_meet import (
-    GROUP,
-    MULTIPLIED,
     Shared,
     allocate,
+    next_piece,
+    pass_on,
     set_up,
     store_part,
     this_launch,
 )
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, ROWS, Eps, Rows, Weights, Workspace, owner, share, tag
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, PIECE, ROWS, Eps, Rows, Weights, Workspace, owner, share, tag
 
 FINISH, FETCH = 4, 8  # first warps of those who do; the ones before multiply
 THREADS = 320
+
+
+@cute.jit
+def _multiply_boxes(mma, weights, x, sums, shared: Shared, done, count, stages: cutlass.Constexpr):
+    """The next boxes, of one tile; done: boxes before them."""
+    sums.fill(0.0)
+    for i in cutlass.range(0, count, unroll=1):
+        stage, phase = (done + i) % stages, (done + i) // stages % 2
+        cute.arch.mbarrier_wait(shared.landed + stage, phase)
+        cute.arch.mbarrier_wait(shared.met + stage, phase)
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(DEPTH // 16):
+            cute.gemm(mma, sums, weights[None, None, k, stage], x[None, None, k, stage], sums)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if i > 0 and cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(shared.empty + (done + i - 1) % stages)
+    warpgroup.wait_group(0)
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(shared.empty + (done + count - 1) % stages)
 
 
 @cute.jit
@@ -37,33 +58,28 @@ def _multiply(mma, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     x = mma.make_fragment_B(own.partition_B(shared.x))
     sums = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, facts.lanes)), cutlass.Float32)
     launch = this_launch(work, facts)
-    done = cutlass.Int32(0)
-    for index in cutlass.range_constexpr(len(facts.products)):
+    done, pieces = cutlass.Int32(0), cutlass.Int32(0)
+    piece = next_piece(shared, pieces)
+    while piece < facts.first_pieces:
+        count = cutlass.min(facts.products[0].boxes - piece % facts.tile_pieces * PIECE, cutlass.Int32(PIECE))
+        _multiply_boxes(mma, weights, x, sums, shared, done, count, stages)
+        store_part(sums, work, piece, tag(launch, 0, facts), thread, facts)
+        done += count
+        pieces += 1
+        piece = next_piece(shared, pieces)
+    pass_on(shared.multiplied)
+    for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
         at, last = share(cta, product.tiles * product.boxes, product)
         while at < last:
             tile = at // product.boxes
             count = cutlass.min(product.boxes - at % product.boxes, last - at)
-            sums.fill(0.0)
-            for i in cutlass.range(0, count, unroll=1):
-                stage, phase = done % stages, done // stages % 2
-                cute.arch.mbarrier_wait(shared.landed + stage, phase)
-                cute.arch.mbarrier_wait(shared.met + stage, phase)
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(DEPTH // 16):
-                    cute.gemm(mma, sums, weights[None, None, k, stage], x[None, None, k, stage], sums)
-                warpgroup.commit_group()
-                warpgroup.wait_group(1)
-                if i > 0 and cute.arch.lane_idx() == 0:
-                    cute.arch.mbarrier_arrive(shared.empty + (done - 1) % stages)
-                done += 1
-            warpgroup.wait_group(0)
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(shared.empty + (done - 1) % stages)
-            piece = tile * facts.pieces[index] + cta - owner(tile * product.boxes, product)
-            store_part(sums, work, piece, tag(launch, index, facts), thread, facts)
+            _multiply_boxes(mma, weights, x, sums, shared, done, count, stages)
+            part = tile * facts.parts[index] + cta - owner(tile * product.boxes, product)
+            store_part(sums, work, part, tag(launch, index, facts), thread, facts)
+            done += count
             at += count
-        cute.arch.barrier_arrive(barrier_id=MULTIPLIED + index, number_of_threads=2 * GROUP)
+        pass_on(shared.multiplied + index)
 
 
 @cute.kernel
@@ -90,6 +106,6 @@ def between_attentions_kernel(
     elif warp < FETCH:
         finish(shared, weights, rows, work, num_rows, eps, facts)
     elif warp == FETCH:
-        fetch_weights(weight_maps, shared, facts)
+        fetch_weights(weight_maps, shared, work, facts)
     else:
         fetch_x(x_maps, shared, work, facts)

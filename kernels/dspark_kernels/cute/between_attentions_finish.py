@@ -13,30 +13,41 @@ import cutlass.cute as cute
 from dspark_kernels.cute.between_attentions_meet import (
     FINISHERS,
     GROUP,
-    MULTIPLIED,
     WARP,
     Shared,
     load_words,
     put,
     raise_counter,
     this_launch,
-    wait_for,
     words_of,
 )
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, ROWS, Eps, Rows, Weights, Workspace, owner, share, tag
+from dspark_kernels.cute.between_attentions_schedule import (
+    ELEMENTS,
+    LINE,
+    ROWS,
+    Eps,
+    Rows,
+    Weights,
+    Workspace,
+    owner,
+    share,
+    tag,
+)
 from dspark_kernels.cute.block_attention_schedule import values_at
 
 IN_FLIGHT = 12  # vectors of parts that a thread loads at a time: more do not fit in its registers
 
 
 class Tile(NamedTuple):
-    """What a CTA finishes: its number; its first part, how many, and their tag; where its sums of squares go."""
+    """What a CTA finishes: its number; its first part, how many, and their tag; where its sums of squares go; the barrier that
+    tells that the CTA has multiplied what it has of the product."""
 
     number: cutlass.Int32
     first: cutlass.Int32
     count: cutlass.Int32
     tag: cutlass.Int32
     squares: cutlass.Int32
+    multiplied: cute.Pointer
 
 
 class Thread(NamedTuple):
@@ -65,6 +76,8 @@ def _sum_parts(work: Workspace, tile: Tile, pairs, most: cutlass.Constexpr, fact
 
     pairs: of each the vector, its half and the thread that had it; most: parts of any tile of the product.
     """
+    # The other CTAs are about as far: from here on it pays to look for their parts, which costs the weights bandwidth.
+    cute.arch.mbarrier_wait(tile.multiplied, 0)
     loaded = [[cute.make_rmem_tensor(2, cutlass.Float32) for _ in pairs] for _ in range(most)]
     complete = cutlass.Boolean(False)
     while not complete:
@@ -245,11 +258,12 @@ def _finish_tile(
     facts: cutlass.Constexpr,
 ):  # fmt: skip
     """One tile of a product."""
-    product, most = facts.products[index], facts.pieces[index]
-    first_owner = owner(number * product.boxes, product)
-    count = owner((number + 1) * product.boxes - 1, product) - first_owner + 1
+    product, most = facts.products[index], facts.parts[index]
+    count = cutlass.Int32(most)
+    if cutlass.const_expr(index > 0):
+        count = owner((number + 1) * product.boxes - 1, product) - owner(number * product.boxes, product) + 1
     squares_at = (index * facts.squares + number) * facts.lanes
-    tile = Tile(number, number * most, count, tag(launch, index, facts), squares_at)
+    tile = Tile(number, number * most, count, tag(launch, index, facts), squares_at, shared.multiplied + index)
     if cutlass.const_expr(product.name == "o"):
         _finish_residual(
             shared, work, rows.residual, rows.h, rows.scaled_h, weights.post_norm, tile, own, most, facts
@@ -268,12 +282,12 @@ def _finish_tile(
     _meet()
     if own.thread == 0:
         if cutlass.const_expr(index < len(facts.products) - 1):
-            raise_counter(work.counters + index)
+            raise_counter(work.counters + LINE * index)
         else:
             # When all tiles are finished, every CTA that takes part has read which launch this is.
-            finished = cute.arch.atomic_add(work.counters + index, cutlass.Int32(1), sem="acq_rel", scope="gpu") + 1
+            finished = cute.arch.atomic_add(work.counters + LINE * index, cutlass.Int32(1), sem="acq_rel", scope="gpu") + 1
             if finished == launch * product.tiles:
-                put(work.counters + facts.num_counters - 1, launch)
+                put(work.counters + facts.launches_at, launch)
 
 
 @cute.jit
@@ -281,6 +295,7 @@ def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_ro
     """One warpgroup: the tiles that this CTA finishes, of all products."""
     thread = cute.arch.thread_idx()[0] % GROUP
     cta, _, _ = cute.arch.block_idx()
+    cute.arch.griddepcontrol_wait()
     launch = this_launch(work, facts)
     lane, quad = thread % WARP, thread % WARP // 4
     own = Thread(thread, thread // WARP * 16 + quad // 2 * 2, lane % 4 * 2 + quad % 2, num_rows)
@@ -290,12 +305,10 @@ def finish(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_ro
         first_tile, last_tile = share(cta, product.tiles, product)
         if first_tile < last_tile:
             if cutlass.const_expr(index > 0):
-                wait_for(work.counters + index - 1, launch * facts.products[index - 1].tiles)
+                cute.arch.mbarrier_wait(shared.ready + index, 0)
             if cutlass.const_expr(product.normed):
                 size = facts.q_rank if product.name == "q_b" else facts.hidden
                 own_eps = {"gate_up": eps.mlp, "qkv_a": eps.attention, "q_b": eps.q_a}[product.name]
                 _load_rms(shared, work, thread, size, own_eps, before, facts)
-        # The other CTAs are about as far: from here on it pays to look for their parts, which costs the weights bandwidth.
-        cute.arch.barrier(barrier_id=MULTIPLIED + index, number_of_threads=2 * GROUP)
         for tile in cutlass.range(first_tile, last_tile, unroll=1):
             _finish_tile(shared, weights, rows, work, launch, tile, own, index, facts)

@@ -14,12 +14,15 @@ from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROW
 WARP, GROUP = 32, 128
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
 BLOCKS = DEPTH // SWIZZLE  # of a box
-FINISHERS, MULTIPLIED = 1, 2  # named barriers; of the second kind one for each product
+FINISHERS = 1  # a named barrier
+QUEUE = 16  # pieces that a CTA has taken and not multiplied, at most: of a box each, all stages, one in front and one behind
 
 
 class Shared(NamedTuple):
     """weights [64, 128, stage], x [lanes, 128, stage]; float32: sums [4, lanes], rms [lanes]; mbarriers of each stage: for
-    its weights, its x, and for both to be used."""
+    its weights, its x, and for both to be used; pieces: int32, numbers of the pieces that the CTA has taken, with an mbarrier
+    for each to be there; mbarriers of each product: for what the CTA has of it to be multiplied, and for the product before
+    to be finished."""
 
     weights: cute.Tensor
     x: cute.Tensor
@@ -28,6 +31,10 @@ class Shared(NamedTuple):
     landed: cute.Pointer
     met: cute.Pointer
     empty: cute.Pointer
+    pieces: cute.Tensor
+    taken: cute.Pointer
+    multiplied: cute.Pointer
+    ready: cute.Pointer
 
 
 @cute.jit
@@ -44,7 +51,11 @@ def allocate(facts: cutlass.Constexpr):
     sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(4 * GROUP), 16)
     rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
     barriers = [allocator.allocate_array(cutlass.Int64, facts.stages) for _ in range(3)]
-    return Shared(weights, x, sums, rms, *barriers)
+    pieces = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(QUEUE), 16)
+    counts = (QUEUE, len(facts.products), len(facts.products))
+    return Shared(
+        weights, x, sums, rms, *barriers, pieces, *(allocator.allocate_array(cutlass.Int64, count) for count in counts)
+    )
 
 
 @cute.jit
@@ -54,24 +65,53 @@ def set_up(shared: Shared, facts: cutlass.Constexpr):
         cute.arch.mbarrier_init(shared.landed + stage, 1)
         cute.arch.mbarrier_init(shared.met + stage, 1)
         cute.arch.mbarrier_init(shared.empty + stage, GROUP // WARP)
+    for slot in cutlass.range_constexpr(QUEUE):
+        cute.arch.mbarrier_init(shared.taken + slot, 1)
+    for index in cutlass.range_constexpr(len(facts.products)):
+        cute.arch.mbarrier_init(shared.multiplied + index, GROUP // WARP)
+        cute.arch.mbarrier_init(shared.ready + index, 1)
     cute.arch.mbarrier_init_fence()
 
 
 @cute.jit
 def this_launch(work: Workspace, facts: cutlass.Constexpr):
     """The launches so far and this one."""
-    last = work.counters + facts.num_counters - 1
-    return cute.arch.load(last, cutlass.Int32, sem="relaxed", scope="gpu") + 1
+    return cute.arch.load(work.counters + facts.launches_at, cutlass.Int32, sem="relaxed", scope="gpu") + 1
 
 
 @cute.jit
-def wait_for(counter, wanted):
-    """Until a counter has reached a value; then what was written before it was raised is seen.  A whole warp."""
+def give_piece(shared: Shared, count, piece):
+    """The CTA's next piece to the other warps, or a number that is none; count: of those before.  A whole warp."""
+    if cute.arch.lane_idx() == 0:
+        shared.pieces[count % QUEUE] = piece
+        cute.arch.mbarrier_arrive(shared.taken + count % QUEUE)
+
+
+@cute.jit
+def next_piece(shared: Shared, count):
+    """What `give_piece` has given behind so many others."""
+    cute.arch.mbarrier_wait(shared.taken + count % QUEUE, count // QUEUE % 2)
+    return shared.pieces[count % QUEUE]
+
+
+@cute.jit
+def wait_for(counter, wanted, seen_barrier):
+    """Until a counter has reached a value; then what was written before it was raised is seen, by the other warps when they
+    have waited for the barrier.  One warp of a CTA: each that looks delays those that raise it."""
     if cute.arch.lane_idx() == 0:
         seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
         while seen - wanted < 0:  # so that they may wrap around
             seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
+        cute.arch.mbarrier_arrive(seen_barrier)
     cute.arch.sync_warp()
+
+
+@cute.jit
+def pass_on(barrier):
+    """One arrival of a warp, behind all of its lanes."""
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit

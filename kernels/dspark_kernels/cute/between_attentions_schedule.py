@@ -2,6 +2,10 @@
 
 A weight [N, K] is cut into tiles of 64 rows, and a tile into boxes of 64 x 128 values.  The boxes of a product form one list,
 tile after tile, of which each CTA takes an equal part; what it has of a tile goes to a workspace, and one CTA finishes it.
+
+The first product is cut otherwise, into pieces of two boxes: each CTA has one, and takes more of them as long as it has room
+and some are left.  An early launch (`Facts.early`) has CTAs that come when the kernel before it ends; the others have the
+product's weights by then.
 """
 
 from dataclasses import dataclass
@@ -13,6 +17,8 @@ import torch
 
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16}
 ROWS, DEPTH = 64, 128  # of a box
+LINE = 32  # int32 from one counter to the next: in one line of L2 they would delay one another
+PIECE = 2  # boxes of the first product that a CTA takes at once
 LANES = (8, 16, 32)  # classes of row counts
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 
@@ -21,7 +27,7 @@ SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 class Product:
     """One weight, or two where it is gated: then a tile holds 32 rows of each.
 
-    tiles; boxes: of a tile; ctas: that share them, each with one box or more.
+    tiles; boxes: of a tile; ctas: that share boxes and tiles, each with one box or more; of the first product only the tiles.
     normed: x is RMSNormed, which the product before has prepared.
     """
 
@@ -38,7 +44,8 @@ class Facts:
     """What a build is specialised for.
 
     lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
-    next layer's latents and queries are made; ctas: all of them resident.
+    next layer's latents and queries are made; ctas: all of them resident; early: the launch begins beside the kernel before
+    it.
     """
 
     dtype: torch.dtype
@@ -51,6 +58,7 @@ class Facts:
     queries: int
     following: bool
     ctas: int
+    early: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -70,11 +78,29 @@ class Facts:
         return own + next_layers if self.following else own
 
     @property
-    def pieces(self) -> tuple[int, ...]:
-        """The most CTAs that share a tile, by product."""
-        return tuple(
-            max(owner((tile + 1) * p.boxes - 1, p) - owner(tile * p.boxes, p) + 1 for tile in range(p.tiles))
-            for p in self.products
+    def tile_pieces(self) -> int:
+        """Pieces of a tile of the first product."""
+        return -(-self.products[0].boxes // PIECE)
+
+    @property
+    def first_pieces(self) -> int:
+        """Pieces of the first product."""
+        return self.products[0].tiles * self.tile_pieces
+
+    @property
+    def asks(self) -> int:
+        """How often the CTAs of a launch ask for a piece: for each that is nobody's own, and each CTA once in vain."""
+        return max(0, self.first_pieces - self.ctas) + self.ctas
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The most parts of a tile, by product."""
+        return (
+            self.tile_pieces,
+            *(
+                max(owner((tile + 1) * p.boxes - 1, p) - owner(tile * p.boxes, p) + 1 for tile in range(p.tiles))
+                for p in self.products[1:]
+            ),
         )
 
     @property
@@ -92,14 +118,23 @@ class Facts:
         return (SHARED_BYTES - (4 << 10)) // (2 * DEPTH * (ROWS + self.lanes))
 
     @property
+    def asked_at(self) -> int:
+        """Place of the counter of pieces asked for, behind those of finished tiles."""
+        return LINE * len(self.products)
+
+    @property
+    def launches_at(self) -> int:
+        """Place of the counter of launches, the last one."""
+        return self.asked_at + LINE
+
+    @property
     def num_counters(self) -> int:
-        """One for each product, and one for the launches."""
-        return len(self.products) + 1
+        return self.launches_at + 1
 
     @property
     def num_parts(self) -> int:
         """Words of the workspace: products take turns with it."""
-        most = max(p.tiles * pieces for p, pieces in zip(self.products, self.pieces, strict=True))
+        most = max(p.tiles * parts for p, parts in zip(self.products, self.parts, strict=True))
         return most * ROWS * self.lanes
 
 
@@ -162,9 +197,10 @@ class Eps(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """parts: int64 [tile, piece, vector, thread, 4], in the order of the multiplying threads' registers: in each word a float32
+    """parts: int64 [tile, part, vector, thread, 4], in the order of the multiplying threads' registers: in each word a float32
     and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles
-    by product, of launches; they only grow, and wrap around."""
+    by product; of pieces asked for, 0 between launches; of launches.  The others only grow, and wrap around.
+    `LINE` apart."""
 
     parts: cute.Pointer
     squares: cute.Pointer

@@ -147,6 +147,7 @@ def merge_kernel(
 ):
     """A CTA merges one vector of each lane of one warp: 16 rows of a pair.  Its warps take turns with the parts."""
     warps = facts.merge_warps
+    cute.arch.griddepcontrol_launch_dependents()  # all of its CTAs have their places, which the next kernel cannot take
     thread, _, _ = cute.arch.thread_idx()
     pair, place, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP

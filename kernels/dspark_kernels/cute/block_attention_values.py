@@ -185,6 +185,7 @@ def merge_values_kernel(
     """Grid: requests times CTAs of a cluster, heads, groups of block rows.  The warps take turns with the parts, as in
     `merge_kernel`, so the sums have its order."""
     warps, turns = facts.merge_warps, facts.slot_turns
+    cute.arch.griddepcontrol_launch_dependents()  # all of its CTAs have their places, which the next kernel cannot take
     thread, _, _ = cute.arch.thread_idx()
     place, head, group_index = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
