@@ -376,7 +376,7 @@ MUTANTS = (
     ),
     Mutant(
         "cute_clears_no_row_of_two_tiles", "kernels/dspark_kernels/cute/block_attention_seesaw.py",
-        "_clear_rows(raw, seen.first - token, seen.end - token, place.thread + i * GROUP, facts)",
+        "clear_rows(raw, seen.first - token, seen.end - token, place.thread + i * GROUP, facts)",
         "pass",
         "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[64 heads, seq 65]",
         needs="gpu",

@@ -56,13 +56,13 @@ class Seen(NamedTuple):
 
 
 @cute.jit
-def _barrier(name: cutlass.Constexpr):
+def meet(name: cutlass.Constexpr):
     """All consumers meet."""
     cute.arch.barrier(barrier_id=name, number_of_threads=CONSUMERS)
 
 
 @cute.jit
-def _load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Constexpr, turns: cutlass.Constexpr = 1):
+def load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Constexpr, turns: cutlass.Constexpr = 1):
     """One tile of query rows into shared memory, swizzled.  The last row stands in the rows that the tile has too many.
 
     turns: one behind the other, so that fewer registers are in use; 1 or 2.
@@ -86,7 +86,7 @@ def _load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Con
 
 
 @cute.jit
-def _clear_rows(shared, first, end, thread, facts: cutlass.Constexpr):
+def clear_rows(shared, first, end, thread, facts: cutlass.Constexpr):
     """Zeros in the value columns of a tile's rows outside first..end.  The swizzle stays inside a row's 128 bytes."""
     dtype = ELEMENTS[facts.dtype]
     chunks = facts.latent // CHUNK
@@ -140,7 +140,7 @@ def _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts: c
         peaks[i] = peak
         if column == 0:
             s_maxima[group * TILE + row + 8 * i] = peak
-    _barrier(MAXIMA)
+    meet(MAXIMA)
     for i in cutlass.range_constexpr(2):
         other = s_maxima[(1 - group) * TILE + row + 8 * i]
         new = cute.arch.fmax(rows.highest[i], cute.arch.fmax(peaks[i], other) * scale)
@@ -173,12 +173,12 @@ def _hand_over(weights, s_weights, s_keys, seen, token, stage, thread, facts: cu
     if token < seen.first or token + KEYS > seen.end:
         # A weight of zero does not undo a NaN or an infinity of what a page holds outside the keys.
         shared = cute.recast_ptr(s_keys.iterator, dtype=dtype) + stage * KEYS * facts.width
-        _clear_rows(shared, seen.first - token, seen.end - token, thread, facts)
+        clear_rows(shared, seen.first - token, seen.end - token, thread, facts)
     cute.arch.fence_proxy("async.shared", space="cta")
 
 
 @cute.jit
-def _rescale(out, rows):
+def rescale(out, rows):
     """The outputs so far, relative to the rows' new largest scores."""
     if cute.arch.vote_any_sync(rows.shrink[0] != 1.0 or rows.shrink[1] != 1.0):
         for i in cutlass.range_constexpr(cute.size(out)):
@@ -186,7 +186,7 @@ def _rescale(out, rows):
 
 
 @cute.jit
-def _store_part(out, rows, s_sums, work, part, thread, facts: cutlass.Constexpr):
+def store_part(out, rows, s_sums, work, part, thread, facts: cutlass.Constexpr):
     """A thread's values of a part, and the statistics of its two rows."""
     group, own_warp, quad, column = thread // 128, thread // WARP % 4, thread % WARP // 4, thread % 4
     row = own_warp * 16 + quad  # and row + 8
@@ -196,7 +196,7 @@ def _store_part(out, rows, s_sums, work, part, thread, facts: cutlass.Constexpr)
         sums[i] += cute.arch.shuffle_sync_bfly(sums[i], 2)
         if column == 0:
             s_sums[group * TILE + row + 8 * i] = sums[i]
-    _barrier(MAXIMA)
+    meet(MAXIMA)
     inverses = cute.make_rmem_tensor(2, cutlass.Float32)
     for i in cutlass.range_constexpr(2):
         total = s_sums[row + 8 * i] + s_sums[TILE + row + 8 * i]
@@ -223,7 +223,7 @@ def _store_part(out, rows, s_sums, work, part, thread, facts: cutlass.Constexpr)
 
 
 @cute.jit
-def _seen(requests, pair: Pair, row, facts: cutlass.Constexpr):
+def seen_of(requests, pair: Pair, row, facts: cutlass.Constexpr):
     """What a thread's two rows see of a pair's keys; row: the first one in its tile."""
     limits = [pair.end, pair.end]
     unmasked_end = pair.end
@@ -266,16 +266,16 @@ def _consume(
 
     while tile < last:
         pair = next_pair(requests, tile, last, own, tiles_end, facts)
-        seen = _seen(requests, pair, row, facts)
+        seen = seen_of(requests, pair, row, facts)
         if cutlass.const_expr(facts.fetch_queries):
             cute.arch.mbarrier_wait(shared.queries_full, pairs_done % 2)
         else:
-            _load_queries(queries, raw_queries, pair.request, pair.row_tile, thread, facts)
+            load_queries(queries, raw_queries, pair.request, pair.row_tile, thread, facts)
             cute.arch.fence_proxy("async.shared", space="cta")
         out.fill(0.0)
         rows.highest.fill(-cutlass.Float32.inf)
         rows.sums.fill(0.0)
-        _barrier(QUERIES)
+        meet(QUERIES)
 
         first_token = pair.first // KEYS * KEYS
         for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
@@ -285,8 +285,8 @@ def _consume(
             warpgroup.wait_group(0)
             _weigh(scores, weights, rows, shared.maxima, seen, token, thread, scale, facts)
             _hand_over(weights, shared.weights, shared.keys, seen, token, stage, thread, facts)
-            _rescale(out, rows)
-            _barrier(WEIGHTS)
+            rescale(out, rows)
+            meet(WEIGHTS)
             _multiply_values(value_mma, out, f_weights, f_values, stage)
             warpgroup.wait_group(0)
             if lane == 0:
@@ -297,7 +297,7 @@ def _consume(
             cute.arch.mbarrier_arrive(shared.queries_empty)
         pairs_done += 1
         part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
-        _store_part(out, rows, shared.maxima, work, part, thread, facts)
+        store_part(out, rows, shared.maxima, work, part, thread, facts)
         tile += pair.count
 
 

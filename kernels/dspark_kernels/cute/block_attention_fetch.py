@@ -44,7 +44,7 @@ def keys_layout(facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _rows_layout(blocks: cutlass.Constexpr):
+def rows_layout(blocks: cutlass.Constexpr):
     """Rows of a tile, with this many column blocks of 64."""
     return cute.make_layout(((8, TILE // 8), (SWIZZLE, blocks)), stride=((SWIZZLE, 8 * SWIZZLE), (1, TILE * SWIZZLE)))
 
@@ -57,9 +57,9 @@ def allocate(facts: cutlass.Constexpr):
     values_layout = cute.make_layout(
         ((SWIZZLE, facts.latent // SWIZZLE), tokens, STAGES), stride=((1, span * SWIZZLE), token_strides, KEYS * facts.width)
     )
-    queries = allocator.allocate_tensor(dtype, _rows_layout(facts.width // SWIZZLE), 1024, swizzle)
+    queries = allocator.allocate_tensor(dtype, rows_layout(facts.width // SWIZZLE), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
-    weights = allocator.allocate_tensor(dtype, _rows_layout(1), 1024, swizzle)
+    weights = allocator.allocate_tensor(dtype, rows_layout(1), 1024, swizzle)
     maxima = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(2 * TILE), 16)
     barriers = [allocator.allocate_array(cutlass.Int64, count) for count in (STAGES, STAGES, 1, 1)]
     return Shared(queries, keys, cute.make_tensor(keys.iterator, values_layout), weights, maxima, *barriers)
@@ -77,7 +77,7 @@ def set_up_barriers(shared: Shared):
 
 
 @cute.jit
-def _fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr):
+def fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr):
     """One tile of query rows into shared memory by TMA; zeros in the rows that the tile has too many."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * facts.width * ELEMENTS[facts.dtype].width // 8)
@@ -85,7 +85,7 @@ def _fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr)
 
 
 @cute.jit
-def _table_of(requests, request, facts: cutlass.Constexpr):
+def table_of(requests, request, facts: cutlass.Constexpr):
     """The page table's row of a request."""
     row = cutlass.Int64(request)
     if cutlass.const_expr(facts.slotted):
@@ -94,7 +94,7 @@ def _table_of(requests, request, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _pages_of(table, token, pair: Pair, facts: cutlass.Constexpr):
+def pages_of(table, token, pair: Pair, facts: cutlass.Constexpr):
     """The page of each box of the key tile that begins at a token."""
     boxes = KEYS // facts.box
     pages = cute.make_rmem_tensor(boxes, cutlass.Int32)
@@ -145,29 +145,29 @@ def fetch(
     to_shared, from_global = cpasync.tma_partition(
         tma_atom, 0, cute.make_layout(1), cute.group_modes(shared_boxes, 0, 2), cute.group_modes(global_boxes, 0, 2)
     )
-    rows = cute.make_tensor(shared.queries.iterator, _rows_layout(facts.width // SWIZZLE))
+    rows = cute.make_tensor(shared.queries.iterator, rows_layout(facts.width // SWIZZLE))
     global_rows = cute.flat_divide(query_tensor, (TILE, facts.width))
     queries_to, queries_from = cpasync.tma_partition(
         query_atom, 0, cute.make_layout(1), cute.group_modes(rows, 0, 2), cute.group_modes(global_rows, 0, 2)
     )
     while tile < last:
         pair = next_pair(requests, tile, last, own, tiles_end, facts)
-        table = _table_of(requests, pair.request, facts)
+        table = table_of(requests, pair.request, facts)
         for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
             token = (pair.first // KEYS + key_tile) * KEYS
             stage = done % STAGES
-            pages = _pages_of(table, token, pair, facts)
+            pages = pages_of(table, token, pair, facts)
             # The first query tile in front of all keys; another one waits for its place, so keys go first.
             if cutlass.const_expr(facts.fetch_queries) and done == 0:
                 from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
             if done >= STAGES:
                 cute.arch.mbarrier_wait(shared.empty + stage, (done // STAGES - 1) % 2)
             _fetch_keys(tma_atom, from_global, to_shared, pages, token, stage, shared.full, facts)
             if cutlass.const_expr(facts.fetch_queries) and done > 0 and key_tile == pair.begin:
                 cute.arch.mbarrier_wait(shared.queries_empty, (pairs_done - 1) % 2)
                 from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
             done += 1
         pairs_done += 1
         tile += pair.count

@@ -18,12 +18,12 @@ from dspark_kernels.cute.block_attention_device import (
     FETCH_REGISTERS,
     QUERIES,
     Rows,
-    _barrier,
-    _clear_rows,
-    _load_queries,
-    _rescale,
-    _seen,
-    _store_part,
+    clear_rows,
+    load_queries,
+    meet,
+    rescale,
+    seen_of,
+    store_part,
 )
 from dspark_kernels.cute.block_attention_fetch import STAGES, SWIZZLE, keys_layout
 from dspark_kernels.cute.block_attention_schedule import (
@@ -54,17 +54,14 @@ from dspark_kernels.cute.block_attention_seesaw_fetch import (
 
 GROUP = CONSUMERS // 2  # threads of a warpgroup
 WEIGHTS, OWN = 4, 6  # named barriers, and the next one: of each warpgroup's weights, for the other; of itself alone
-KEPT = 4  # times 16 columns, the last: their queries lie in registers, and take no turn of the shared memory for a tile
 SLACK = 8.0  # a weight may grow to 2**8 before the base follows: no product is rescaled for less
 
 
 class Products(NamedTuple):
-    """wgmma: scores that do not accumulate, that do, and with queries from registers; values times weights from registers, and
-    from shared memory."""
+    """wgmma: scores that do not accumulate, and that do; values times weights from registers, and from shared memory."""
 
     first: cute.TiledMma
     score: cute.TiledMma
-    kept: cute.TiledMma
     own: cute.TiledMma
     other: cute.TiledMma
 
@@ -79,9 +76,8 @@ class Operands(NamedTuple):
 
 
 class State(NamedTuple):
-    """Of a thread, in registers: the last queries; scores and weights of the own tile; outputs; what is known of its rows."""
+    """Of a thread, in registers: scores and weights of the own tile; outputs; what is known of its rows."""
 
-    queries: cute.Tensor
     scores: cute.Tensor
     weights: cute.Tensor
     out: cute.Tensor
@@ -104,7 +100,6 @@ def _products(facts: cutlass.Constexpr):
     kinds = (
         (KEYS, smem, OperandMajorMode.K, 1, False),
         (KEYS, smem, OperandMajorMode.K, 1, True),
-        (KEYS, registers, OperandMajorMode.K, 1, True),
         (columns, registers, OperandMajorMode.MN, 2, True),
         (columns, smem, OperandMajorMode.MN, 2, True),
     )
@@ -136,25 +131,8 @@ def _state(products: Products, facts: cutlass.Constexpr):
     scores = cute.make_rmem_tensor(products.score.partition_shape_C((TILE, KEYS)), cutlass.Float32)
     out = cute.make_rmem_tensor(products.own.partition_shape_C((TILE, facts.latent)), cutlass.Float32)
     # Scores of 16 keys lie in the order in which a product takes weights.
-    queries, weights = (
-        cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, steps)), ELEMENTS[facts.dtype])
-        for steps in (max(KEPT, 1), KEYS // 16)
-    )
-    return State(queries, scores, weights, out, Rows(*(cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))))
-
-
-@cute.jit
-def _keep_queries(state: State, shared: Shared, place: Place, facts: cutlass.Constexpr):
-    """The last columns of a thread's two rows of queries into registers."""
-    dtype = ELEMENTS[facts.dtype]
-    raw = cute.recast_ptr(shared.queries.iterator, dtype=dtype)
-    pairs = cute.make_tensor(state.queries.iterator, cute.make_layout((2, 4 * KEPT)))
-    for i in cutlass.range_constexpr(4 * KEPT):
-        column = facts.width - 16 * KEPT + i // 2 * 8  # and those of the thread's quad
-        row = place.row + i % 2 * 8
-        to = column // SWIZZLE * TILE * SWIZZLE + row * SWIZZLE
-        to += (column % SWIZZLE // CHUNK ^ row % 8) * CHUNK + place.thread % 4 * 2
-        cute.autovec_copy(values_at(raw, to, dtype, 2, cute.AddressSpace.smem), pairs[None, i])
+    weights = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, KEYS // 16)), ELEMENTS[facts.dtype])
+    return State(scores, weights, out, Rows(*(cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3))))
 
 
 @cute.jit
@@ -182,12 +160,8 @@ def _start_scores(
     end = facts.width // 16 if section == REST else (section + 1) * half
     warpgroup.fence()
     for k in cutlass.range_constexpr(section * half, end):
-        keys, kept = operands.keys[None, None, k, group], k - (facts.width // 16 - KEPT)
-        if cutlass.const_expr(kept >= 0):
-            cute.gemm(products.kept, state.scores, state.queries[None, None, kept], keys, state.scores)
-        else:
-            mma = products.first if section == group and k == section * half else products.score
-            cute.gemm(mma, state.scores, operands.queries[None, None, k], keys, state.scores)
+        mma = products.first if section == group and k == section * half else products.score
+        cute.gemm(mma, state.scores, operands.queries[None, None, k], operands.keys[None, None, k, group], state.scores)
 
 
 @cute.jit
@@ -219,7 +193,7 @@ def _gather_other(
     cute.arch.barrier(barrier_id=WEIGHTS + other, number_of_threads=CONSUMERS)
     for i in cutlass.range_constexpr(2):
         _move_base(state.rows, i, shared.bases[other * TILE + place.row + 8 * i])
-    _rescale(state.out, state.rows)
+    rescale(state.out, state.rows)
     weights, values = operands.weights[None, None, None, other], operands.values[None, None, None, other]
     _start_values(products.other, state.out, weights, values)
 
@@ -254,8 +228,8 @@ def _weigh(state: State, seen, token, place: Place, scale, facts: cutlass.Conste
 def _clear(shared: Shared, seen, token, place: Place, group: cutlass.Constexpr, facts: cutlass.Constexpr):
     """A weight of zero does not undo a NaN or an infinity of what a page holds outside the keys."""
     raw = cute.recast_ptr(shared.keys.iterator, dtype=ELEMENTS[facts.dtype]) + group * KEYS * facts.width
-    for i in cutlass.range_constexpr(2):  # each thread for two of `_clear_rows`
-        _clear_rows(raw, seen.first - token, seen.end - token, place.thread + i * GROUP, facts)
+    for i in cutlass.range_constexpr(2):  # each thread for two of `clear_rows`
+        clear_rows(raw, seen.first - token, seen.end - token, place.thread + i * GROUP, facts)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=OWN + group, number_of_threads=GROUP)
 
@@ -303,7 +277,7 @@ def _take_tile(
     warpgroup.wait_group(0)
     _weigh(state, seen, token, place, scale, facts)
     _hand_over(state, shared, seen, token, place, group, facts)
-    _rescale(state.out, state.rows)
+    rescale(state.out, state.rows)
     _start_values(products.own, state.out, state.weights, operands.values[None, None, None, group])
     warpgroup.wait_group(0)
     _give_back(shared, group, group)
@@ -345,27 +319,23 @@ def _consume(queries, requests, work, shared: Shared, tile, last, own, tiles_end
 
     while tile < last:
         pair = next_pair(requests, tile, last, own, tiles_end, facts)
-        seen = _seen(requests, pair, place.row, facts)
+        seen = seen_of(requests, pair, place.row, facts)
         if cutlass.const_expr(facts.fetch_queries):
             cute.arch.mbarrier_wait(shared.queries_full, pairs_done % 2)
         else:
-            _load_queries(queries, raw_queries, pair.request, pair.row_tile, thread, facts, 2)
+            load_queries(queries, raw_queries, pair.request, pair.row_tile, thread, facts, 2)
             cute.arch.fence_proxy("async.shared", space="cta")
-        if cutlass.const_expr(KEPT > 0 and facts.fetch_queries):
-            _keep_queries(state, shared, place, facts)
         state.out.fill(0.0)
         state.rows.highest.fill(-cutlass.Float32.inf)
         state.rows.sums.fill(0.0)
-        _barrier(QUERIES)
-        if cutlass.const_expr(KEPT > 0 and not facts.fetch_queries):  # which other threads have brought
-            _keep_queries(state, shared, place, facts)
+        meet(QUERIES)
         _take_pair(products, state, operands, shared, pair, seen, done, place, scale, group, facts)
         done += pair.count
         if lane == 0:
             cute.arch.mbarrier_arrive(shared.queries_empty)
         pairs_done += 1
         part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
-        _store_part(state.out, state.rows, shared.sums, work, part, thread, facts)
+        store_part(state.out, state.rows, shared.sums, work, part, thread, facts)
         tile += pair.count
 
 

@@ -17,11 +17,11 @@ from dspark_kernels.cute.block_attention_fetch import (
     EVICT_NORMAL,
     STAGES,
     SWIZZLE,
-    _fetch_queries,
-    _pages_of,
-    _rows_layout,
-    _table_of,
+    fetch_queries,
     keys_layout,
+    pages_of,
+    rows_layout,
+    table_of,
 )
 from dspark_kernels.cute.block_attention_schedule import CONSUMERS, ELEMENTS, KEYS, TILE, WARP, next_pair
 
@@ -59,7 +59,7 @@ def allocate(facts: cutlass.Constexpr):
         stride=((1, KEYS * SWIZZLE), (SWIZZLE, 8 * SWIZZLE), KEYS * facts.width),
     )
     weights_layout = cute.make_layout(((8, TILE // 8), SWIZZLE, STAGES), stride=((SWIZZLE, 8 * SWIZZLE), 1, KEYS * facts.width))
-    queries = allocator.allocate_tensor(dtype, _rows_layout(facts.width // SWIZZLE), 1024, swizzle)
+    queries = allocator.allocate_tensor(dtype, rows_layout(facts.width // SWIZZLE), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
     weights = cute.make_tensor(keys.iterator + weights_begin(facts), weights_layout)
     bases, sums = (allocator.allocate_tensor(cutlass.Float32, cute.make_layout(2 * TILE), 16) for _ in range(2))
@@ -135,21 +135,21 @@ def fetch(
     to_shared, from_global = cpasync.tma_partition(
         tma_atom, 0, cute.make_layout(1), cute.group_modes(shared_boxes, 0, 2), cute.group_modes(global_boxes, 0, 2)
     )
-    rows = cute.make_tensor(shared.queries.iterator, _rows_layout(facts.width // SWIZZLE))
+    rows = cute.make_tensor(shared.queries.iterator, rows_layout(facts.width // SWIZZLE))
     global_rows = cute.flat_divide(query_tensor, (TILE, facts.width))
     queries_to, queries_from = cpasync.tma_partition(
         query_atom, 0, cute.make_layout(1), cute.group_modes(rows, 0, 2), cute.group_modes(global_rows, 0, 2)
     )
     while tile < last:
         pair = next_pair(requests, tile, last, own, tiles_end, facts)
-        table = _table_of(requests, pair.request, facts)
+        table = table_of(requests, pair.request, facts)
         for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
             token = (pair.first // KEYS + key_tile) * KEYS
-            pages = _pages_of(table, token, pair, facts)
+            pages = pages_of(table, token, pair, facts)
             # The first query tile in front of all keys; another one waits for its place, so keys go first.
             if cutlass.const_expr(facts.fetch_queries) and done == 0:
                 from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
             here = (tma_atom, from_global, to_shared, shared, pages, token, done)
             scorer = done % STAGES  # begins with its own value columns, which it also gives back first
             for section in (scorer, 1 - scorer):
@@ -158,7 +158,7 @@ def fetch(
             if cutlass.const_expr(facts.fetch_queries) and done > 0 and key_tile == pair.begin:
                 cute.arch.mbarrier_wait(shared.queries_empty, (pairs_done - 1) % 2)
                 from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
             done += 1
         pairs_done += 1
         tile += pair.count
