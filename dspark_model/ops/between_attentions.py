@@ -7,7 +7,7 @@ import torch
 from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.low_m_linear import low_m_linear
 
-MAX_BETWEEN_ROWS = 32
+MAX_BETWEEN_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,6 @@ class BetweenWorkspace:
             raise ValueError(f"between_attentions=cute: {reason}; choose torch, which needs no workspace")
         self.sizes = sizes
         facts = [_facts(sizes, MAX_BETWEEN_ROWS, following, device) for following in (False, True)]
-        self.parts = torch.zeros(max(f.num_parts for f in facts), dtype=torch.int64, device=device)
         self.squares = torch.zeros(max(f.num_squares for f in facts), dtype=torch.float32, device=device)
         self.counters = tuple(torch.zeros(f.num_counters, dtype=torch.int32, device=device) for f in facts)
 
@@ -202,8 +201,8 @@ def _cute(
     values, residual, after, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool
 ) -> BetweenOutput:
     rows, device, following = values.shape[0], values.device, before is not None
-    if workspace is None or workspace.parts.device != device:
-        found = "none" if workspace is None else f"one on {workspace.parts.device}"
+    if workspace is None or workspace.squares.device != device:
+        found = "none" if workspace is None else f"one on {workspace.squares.device}"
         raise ValueError(f"between_attentions=cute needs a BetweenWorkspace on {device}, got {found}")
     own = workspace.sizes
     if not following:  # then the weights do not say what a next layer has
@@ -229,6 +228,6 @@ def _cute(
         weights += [before.norm.weight, before.qkv_a, before.q_norm.weight, before.q_b]
         tensors += [empty(own.hidden), qkv_a, empty(own.q_rank), queries]
         epses[1:] = [before.norm.eps, before.q_norm.eps]
-    work = (workspace.parts, workspace.squares, workspace.counters[following])
+    work = (workspace.squares, workspace.counters[following])
     launch(_facts(own, rows, following, device, early=early), weights, tensors, work, epses)
     return BetweenOutput(h, gated, hidden, qkv_a, queries)

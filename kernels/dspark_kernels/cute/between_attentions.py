@@ -6,13 +6,13 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from dspark_kernels.cute.between_attentions_device import THREADS, between_attentions_kernel
 from dspark_kernels.cute.between_attentions_fetch import Maps
 from dspark_kernels.cute.between_attentions_meet import SWIZZLE
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Eps, Facts, Rows, Weights, Workspace
+from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, Eps, Facts, Rows, Weights, Workspace
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
@@ -42,33 +42,22 @@ def _launch(
     stream: cuda.CUstream,
     facts: cutlass.Constexpr,
 ):
-    f, lanes = facts, facts.lanes
-    weight_maps = [
-        [_map(weights.o, f.hidden, f.values, ROWS, DEPTH)],
-        [_map(side, f.intermediate, f.hidden, ROWS // 2, SWIZZLE) for side in (weights.gate, weights.up)],
-        [_map(weights.down, f.hidden, f.intermediate, ROWS, DEPTH)],
-    ]
-    x_maps = [
-        _map(rows.values, num_rows, f.values, lanes, DEPTH),
-        _map(rows.scaled_h, num_rows, f.hidden, lanes, DEPTH),
-        _map(rows.gated, num_rows, f.intermediate, lanes, DEPTH),
-    ]
-    if cutlass.const_expr(f.following):
-        weight_maps += [
-            [_map(weights.qkv_a, f.q_rank + f.latent, f.hidden, ROWS, DEPTH)],
-            [_map(weights.q_b, f.queries, f.q_rank, ROWS, DEPTH)],
-        ]
-        x_maps += [
-            _map(rows.scaled_hidden, num_rows, f.hidden, lanes, DEPTH),
-            _map(rows.scaled_q_a, num_rows, f.q_rank, lanes, DEPTH),
-        ]
-    operation = warpgroup.MmaF16BF16Op(
-        ELEMENTS[f.dtype], cutlass.Float32, (ROWS, lanes, 16), warpgroup.OperandSource.SMEM, OperandMajorMode.K,
-        OperandMajorMode.K,
-    )  # fmt: skip
-    mma = cute.make_tiled_mma(cute.make_mma_atom(operation))
+    f = facts
+    sources = {
+        "o": (weights.o,), "gate_up": (weights.gate, weights.up), "down": (weights.down,), "qkv_a": (weights.qkv_a,),
+        "q_b": (weights.q_b,),
+    }  # fmt: skip
+    x_of = {
+        "o": rows.values, "gate_up": rows.scaled_h, "down": rows.gated, "qkv_a": rows.scaled_hidden, "q_b": rows.scaled_q_a
+    }  # fmt: skip
+    weight_maps, x_maps = [], []
+    for product in facts.products:
+        sides = sources[product.name]
+        count, height = product.tiles * product.rows // len(sides), product.rows // len(sides)
+        weight_maps.append([_map(side, count, product.depth, height, product.columns) for side in sides])
+        x_maps.append(_map(x_of[product.name], num_rows, product.depth, f.lanes, product.x_columns))
     between_attentions_kernel(
-        weight_maps, x_maps, mma, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
+        weight_maps, x_maps, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
     ).launch(
         grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early, use_pdl=facts.early
     )  # fmt: skip
@@ -81,13 +70,11 @@ def _arguments(facts: Facts, weights, rows, work, num_rows: int, eps) -> tuple:
     def pointers(kind, addresses):
         return [make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=16) for address in addresses]
 
-    parts, squares, counters = work
+    squares, counters = work
     return (
         Weights(*pointers(element, weights)),
         Rows(*pointers(element, rows)),
-        Workspace(
-            *pointers(cutlass.Int64, (parts,)), *pointers(cutlass.Float32, (squares,)), *pointers(cutlass.Int32, (counters,))
-        ),
+        Workspace(*pointers(cutlass.Float32, (squares,)), *pointers(cutlass.Int32, (counters,))),
         cutlass.Int32(num_rows),
         *map(cutlass.Float32, eps),
     )
@@ -95,7 +82,7 @@ def _arguments(facts: Facts, weights, rows, work, num_rows: int, eps) -> tuple:
 
 def _entry(facts: Facts) -> tuple:
     """`_launch` and stand-ins of its arguments."""
-    arguments = _arguments(facts, (16,) * len(Weights._fields), (16,) * len(Rows._fields), (16,) * 3, 1, (0.0,) * 3)
+    arguments = _arguments(facts, (16,) * len(Weights._fields), (16,) * len(Rows._fields), (16,) * 2, 1, (0.0,) * 3)
     return _launch, (*arguments, make_fake_stream(), facts)
 
 
@@ -108,13 +95,13 @@ def launch(
     facts: Facts,
     weights: Sequence[torch.Tensor],
     rows: Sequence[torch.Tensor],
-    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    work: tuple[torch.Tensor, torch.Tensor],
     eps: Sequence[float],
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
     weights, rows: in the order of `Weights` and `Rows`; what belongs to the next layer is left out where none follows; work:
-    parts, squares, counters; eps: of the norms of the MLP, of the next layer's and of its queries.
+    squares, counters; eps: of the norms of the MLP, of the next layer's and of its queries.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.

@@ -1,0 +1,120 @@
+"""Products of a tile in `between_attentions`: a warp has 16 of its rows, and 64 columns of each box.
+
+`facts` is a `Facts` of `between_attentions_schedule`, `product` one of its products.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+
+from dspark_kernels.cute.between_attentions_meet import SUM_ROW, Shared
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_COLUMNS, X_STAGES
+
+MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+KINDS = {cutlass.BFloat16: "bf16"}
+
+
+class Places(NamedTuple):
+    """A lane's, in values: of its row in its warp's part of a box of weights, and of x, behind a stage's first; the part of its
+    first chunk's number that the swizzle turns, and that which says which chunk."""
+
+    weights: cutlass.Int32
+    x: cutlass.Int32
+    turn: cutlass.Int32
+    weights_chunk: cutlass.Int32
+    x_chunk: cutlass.Int32
+
+
+@cute.jit
+def places_of(product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """Of this lane.  `ldmatrix` takes four blocks of 8 x 8 values, and a row's address of each from eight lanes."""
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    group, block = warp % product.groups, warp // product.groups
+    rows = 16 if product.gated else product.rows
+    if cutlass.const_expr(product.gated):
+        sides = product.groups // 2  # groups of one weight, whose half of a box is a block of its own
+        at = group // sides * (BOX // 2) + block * sides * 16 * 64 + group % sides * 16 * 64
+    else:
+        at = block * rows * 64 + group * 16 * 64
+    weights = at + (lane // 8 % 2 * 8 + lane % 8) * 64
+    x = block * facts.lanes * 64 + lane % 8 * 64
+    return Places(weights, x, lane % 8, lane // 16, lane // 8)
+
+
+@cute.jit
+def _load_matrices(pointer):
+    """Four blocks of 8 x 8 values: of each a lane has two of a row."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[cutlass.Int32] * 4,
+        read_only_args=[pointer],
+    )
+
+
+@cute.jit
+def _multiply(sums, weights, left, right, facts: cutlass.Constexpr):
+    """sums += 16 rows of weights times 8 of x, over 16 columns."""
+    name = MULTIPLY.format(kind=KINDS[ELEMENTS[facts.dtype]])
+    sums[0], sums[1], sums[2], sums[3] = cute.arch.inline_ptx(
+        name + " {{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[cutlass.Float32] * 4,
+        read_only_args=[*weights, left, right, sums[0], sums[1], sums[2], sums[3]],
+    )
+
+
+@cute.jit
+def multiply_tile(shared: Shared, done, x_done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """A tile's products into shared memory, of each warp its own; done, x_done: boxes of weights and stages of x before it."""
+    at, vectors, dtype = places_of(product, facts), facts.lanes // 8, ELEMENTS[facts.dtype]
+    sums = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(vectors)]
+    for total in sums:
+        total.fill(0.0)
+    for i in cutlass.range(product.boxes, unroll=1):
+        stage, phase = (done + i) % facts.stages, (done + i) // facts.stages % 2
+        x_at, part = x_done + i // product.x_boxes, i % product.x_boxes
+        x_stage = x_at % X_STAGES
+        cute.arch.mbarrier_wait(shared.landed + stage, phase)
+        cute.arch.mbarrier_wait(shared.met + x_stage, x_at // X_STAGES % 2)
+        own_weights = shared.weights.iterator + (stage * BOX + at.weights)
+        own_x = shared.x.iterator + (
+            x_stage * facts.lanes * X_COLUMNS[0] + part * product.columns * facts.lanes + at.x
+        )  # fmt: skip
+        for pair in cutlass.range_constexpr(2):  # of 16 columns
+            chunk = (pair * 4 + at.x_chunk) ^ at.turn
+            rows = [_load_matrices(own_x + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
+            for half in cutlass.range_constexpr(2):
+                chunk = (pair * 4 + half * 2 + at.weights_chunk) ^ at.turn
+                matrices = _load_matrices(own_weights + chunk * 8)
+                for v in cutlass.range_constexpr(vectors):
+                    _multiply(sums[v], matrices, rows[v][2 * half], rows[v][2 * half + 1], facts)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(shared.empty + stage)
+            if part == product.x_boxes - 1:
+                cute.arch.mbarrier_arrive(shared.x_empty + x_stage)
+    _store_sums(shared, sums, facts)
+
+
+@cute.jit
+def _store_sums(shared: Shared, sums, facts: cutlass.Constexpr):
+    """[warp, row of x, feature]: a lane has two rows of x and two features, eight apart."""
+    warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
+    for v in cutlass.range_constexpr(facts.lanes // 8):
+        at = (warp * facts.lanes + 8 * v + lane % 4 * 2) * SUM_ROW + lane // 4
+        for i in cutlass.range_constexpr(4):
+            shared.sums[at + i % 2 * SUM_ROW + i // 2 * 8] = sums[v][i]
+
+
+@cute.jit
+def sum_of(shared: Shared, row, feature, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """Two neighbouring features of a tile in one row of x: the sums of the warps that have columns of them, in their order."""
+    group, own = feature // 16, feature % 16
+    left, right = cutlass.Float32(0.0), cutlass.Float32(0.0)
+    for part in cutlass.range_constexpr(8 // product.groups):
+        at = ((part * product.groups + group) * facts.lanes + row) * SUM_ROW + own
+        if cutlass.const_expr(part == 0):
+            left, right = shared.sums[at], shared.sums[at + 1]
+        else:
+            left += shared.sums[at]
+            right += shared.sums[at + 1]
+    return left, right
