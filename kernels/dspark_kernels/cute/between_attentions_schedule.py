@@ -44,8 +44,8 @@ class Facts:
     """What a build is specialised for.
 
     lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
-    next layer's latents and queries are made; ctas: all of them resident; early: the launch begins beside the kernel before
-    it.
+    next layer's latents and queries are made; ctas: one for each multiprocessor; early: the launch begins beside the kernel
+    before it, each CTA when there is room, else when there is room for all of them.
     """
 
     dtype: torch.dtype
@@ -90,7 +90,7 @@ class Facts:
     @property
     def asks(self) -> int:
         """How often the CTAs of a launch ask for a piece: for each that is nobody's own, and each CTA once in vain."""
-        return max(0, self.first_pieces - self.ctas) + self.ctas
+        return max(self.first_pieces, self.ctas)
 
     @property
     def parts(self) -> tuple[int, ...]:
