@@ -1,6 +1,7 @@
 """`gemm=persistent`: `low_m`, with all products between two attentions in one launch."""
 
 from collections.abc import Sequence
+from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -21,6 +22,7 @@ MAX_ROWS = 16
 # The path of each device that launches early.  Such a launch need not be resident as a whole, and of two that are half each
 # neither would end, so it is one of a process at a time; the others launch cooperatively.
 _EARLY: WeakValueDictionary[torch.device, "PersistentPath"] = WeakValueDictionary()
+_EARLY_LOCK = Lock()
 
 
 class PersistentPath(LowMPath):
@@ -34,7 +36,10 @@ class PersistentPath(LowMPath):
     def __init__(self, model: "MLADSparkForCausalLM", *, may_launch_early: bool):
         super().__init__(model)
         self._between = BetweenWorkspace(between_sizes(model.config), model.device)
-        self.launches_early = may_launch_early and _EARLY.setdefault(model.device, self) is self
+        with _EARLY_LOCK:
+            self.launches_early = may_launch_early and _EARLY.setdefault(model.device, self) is self
+        if self.launches_early and model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)  # launches of a path that is gone may still be on their way
 
     def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:
         """`LowMPath.layers`."""

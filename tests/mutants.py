@@ -766,9 +766,9 @@ MUTANTS = (
         needs="cutlass",
     ),
     Mutant(
-        "between_asks_once_too_often", "kernels/dspark_kernels/cute/between_attentions_schedule.py",
-        "max(0, self.first_pieces - self.ctas) + self.ctas",
-        "max(0, self.first_pieces - self.ctas)",
+        "between_resets_the_asks_too_early", "kernels/dspark_kernels/cute/between_attentions_schedule.py",
+        "return max(self.first_pieces, self.ctas)",
+        "return self.first_pieces - self.ctas",
         "ops/test_between_attentions.py::test_ctas_take_each_piece_of_the_first_product_once[132-k3]",
         needs="cutlass",
     ),
@@ -776,6 +776,12 @@ MUTANTS = (
         "between_all_paths_launch_early", "dspark_model/persistent.py",
         "_EARLY.setdefault(model.device, self) is self",
         "True",
+        "test_persistent.py::test_one_path_of_a_device_launches_early",
+    ),
+    Mutant(
+        "between_launches_early_for_workers_without_it", "dspark_model/worker.py",
+        "may_launch_early=by_default",
+        "may_launch_early=True",
         "test_persistent.py::test_one_path_of_a_device_launches_early",
     ),
     Mutant(

@@ -20,17 +20,17 @@ PLAIN = dataclasses.replace(RuntimeConfig.plain(), merged_qkv_a="on")
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[tuple[int, bool]]:
-    """Rows of each call, and whether a layer follows."""
+def calls(monkeypatch) -> list[tuple[int, bool, bool]]:
+    """Rows of each call, whether a layer follows, and whether it is early."""
     made, torch_form = [], ops.between_attentions
 
     def between_attentions(values, residual, after, before, *, backend, workspace, early):
-        assert (backend, type(early)) == ("cute", bool)
+        assert backend == "cute"
         sizes = _check(values, residual, after, before)
         assert sizes == (workspace if before is not None else dataclasses.replace(workspace, q_rank=0, width=0, queries=0))
         for tensor in (values, residual):
             assert tensor.is_contiguous()
-        made.append((values.shape[0], before is not None))
+        made.append((values.shape[0], before is not None, early))
         return torch_form(values, residual, after, before)
 
     for name in ("merged_qkv_a_obstacle", "persistent_obstacle"):
@@ -59,7 +59,7 @@ def test_layers_are_the_plain_models(calls, requests):
     assert not calls
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
     assert rows <= MAX_ROWS and layers > 1
-    assert calls == [(rows, True)] * (layers - 1) + [(rows, False)]
+    assert [(count, follows) for count, follows, _ in calls] == [(rows, True)] * (layers - 1) + [(rows, False)]
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
@@ -74,16 +74,24 @@ def test_larger_blocks_are_those_of_low_m(calls):
 def test_one_path_of_a_device_launches_early(calls):
     model, runtime = small_model(), dataclasses.replace(PLAIN, gemm="persistent")
 
-    def made() -> tuple:
-        worker = make_worker(model, runtime, Layout.PAGE_MAJOR)
-        return worker, worker.describe()["persistent_launches"]
+    def early(worker) -> bool:
+        """What its launches are, by what it says and by what it does."""
+        calls.clear()
+        worker.admit(0)
+        hidden = torch.zeros(3, model.config.context_width, dtype=model.dtype)
+        worker.step(StepInput(context=[ContextChunk(request_id=0, target_hidden=hidden, start_position=0, anchor=5)]))
+        worker.release(0)
+        (found,) = {early for _, _, early in calls}
+        said = worker.describe()["persistent_launches"]
+        assert said == "begin beside the attention" if found else said.startswith("cooperative: when it was made, another")
+        return found
 
     gc.collect()  # workers of other tests
-    first, early = made()
-    second, late = made()
-    assert early == "begin beside the attention" and late.startswith("cooperative: another worker")
+    plain = make_worker(model, PLAIN, Layout.PAGE_MAJOR)  # which could take it for a step, but was not made for it
+    assert "persistent_launches" not in plain.describe()
+    first, second = (make_worker(model, runtime, Layout.PAGE_MAJOR) for _ in range(2))
+    assert early(first) and not early(second)
     del first
     gc.collect()
-    assert made()[1] == early, "the first is gone, so the next one may"
-    assert second.describe()["persistent_launches"] == late, "what it has captured stays as it is"
-    assert "persistent_launches" not in make_worker(model, PLAIN, Layout.PAGE_MAJOR).describe()
+    assert early(make_worker(model, runtime, Layout.PAGE_MAJOR)), "the first is gone, so the next one may"
+    assert not early(second), "what it may have captured stays as it is"

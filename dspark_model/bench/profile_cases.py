@@ -56,6 +56,8 @@ def _workers(
             except ConfigError as error:
                 print(f"{label}: not run: {error}")
                 continue
+            if worker.describe().get("persistent_launches", "begin").startswith("cooperative"):
+                raise RuntimeError(f"{label}: a worker of before still launches early, so this one does not")
             yield profile, label, worker
 
 

@@ -126,8 +126,8 @@ def between_attentions(
     early: of the backend `cute`: the launch begins where multiprocessors are free while the kernel before it on the stream
         still runs, if that one allows it (programmatic dependent launch), and fetches weights until it has ended.  Only
         `values` may be what that kernel makes: `residual`, the weights and the workspace's launch before must have been
-        complete when it began.  It is no cooperative launch, so nothing else that waits for CTAs of its own may run on the
-        device meanwhile.
+        complete when it began.  It is no cooperative launch, so meanwhile no other early one may run on the device, nor another
+        kernel that waits for CTAs of its own without being a cooperative launch.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; or `cute`, and `between_attentions_refusal` gives a reason,

@@ -164,58 +164,45 @@ def test_refusals_name_the_reason():
         BetweenWorkspace(K3, torch.device("cpu"))
 
 
+def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
+    from dspark_kernels.cute.between_attentions_schedule import Facts
+
+    return Facts(
+        torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
+        sizes.queries, following, ctas,
+    )  # fmt: skip
+
+
 @needs_cute
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 @pytest.mark.parametrize("ctas", [132, 114, 7])
-def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
+def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
     from dspark_kernels.cute.between_attentions_meet import QUEUE
-    from dspark_kernels.cute.between_attentions_schedule import LANES, SHARED_BYTES, Facts, owner, share
+    from dspark_kernels.cute.between_attentions_schedule import BOX, LANES, SHARED_BYTES, X_STAGES, tiles_of
 
     for lanes, following in itertools.product(LANES, (False, True)):
-        facts = Facts(
-            torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-            sizes.queries, following, ctas,
-        )  # fmt: skip
-        assert [product.name for product in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
-        assert facts.stages * 2 * 128 * (64 + lanes) + 4096 <= SHARED_BYTES
+        facts = facts_of(sizes, lanes, following, ctas)
+        counts = [sizes.hidden, 2 * sizes.intermediate, sizes.hidden, sizes.width, sizes.queries]
+        depths = [sizes.values, sizes.hidden, sizes.intermediate, sizes.hidden, sizes.q_rank]
+        assert [p.name for p in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
+        assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + (8 << 10) <= SHARED_BYTES
         assert facts.stages + 2 <= QUEUE
-        assert facts.num_counters == facts.launches_at + 1 and facts.asked_at >= 32 * len(facts.products)
-        for product, parts in list(zip(facts.products, facts.parts, strict=True))[1:]:
-            total = product.tiles * product.boxes
-            owners = [owner(box, product) for box in range(total)]
-            for cta in range(ctas):
-                first, last = share(cta, total, product)
-                assert owners[first:last] == [cta] * (last - first)
-            for tile in range(product.tiles):
-                # The finisher waits for a part of every CTA from the first to the last.
-                sharing = set(owners[tile * product.boxes : (tile + 1) * product.boxes])
-                assert len(sharing) <= parts
-                assert sharing == set(range(min(sharing), max(sharing) + 1))
-            finished = [tile for cta in range(ctas) for tile in range(*share(cta, product.tiles, product))]
-            assert finished == list(range(product.tiles))
-            # Who finishes a tile multiplies for the product too, and so has read which launch this is.
-            assert {cta for cta in range(ctas) if len(range(*share(cta, product.tiles, product)))} <= set(owners)
-            assert facts.num_parts >= product.tiles * parts * 64 * lanes
+        for product, count, depth in zip(facts.products, counts, depths, strict=False):
+            assert product.tiles * product.rows == count
+            assert product.boxes * product.columns == depth == product.depth
+            assert product.depth % product.x_columns == 0 == product.x_columns % product.columns
+            assert 8 % product.groups == 0 and product.columns // 64 == 8 // product.groups  # a warp's 64 columns of its 16 rows
+            assert product.rows // (2 if product.gated else 1) % 16 == 0
+            assert sum(tiles_of(cta, product, facts) for cta in range(ctas)) == product.tiles or product.tiles < ctas
+            assert facts.squares >= product.tiles or product.name in ("gate_up", "q_b")
 
 
 @needs_cute
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 @pytest.mark.parametrize("ctas", [132, 7])
-def test_ctas_take_each_piece_of_the_first_product_once(sizes, ctas):
-    from dspark_kernels.cute.between_attentions_schedule import PIECE, Facts
-
-    facts = Facts(
-        torch.bfloat16, 8, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-        sizes.queries, True, ctas,
-    )  # fmt: skip
-    o, per_tile = facts.products[0], facts.tile_pieces
-    boxes = [
-        (piece // per_tile, box)
-        for piece in range(facts.first_pieces)
-        for box in range(o.boxes)[piece % per_tile * PIECE :][:PIECE]
-    ]
-    assert boxes == list(itertools.product(range(o.tiles), range(o.boxes)))
-    assert facts.parts[0] == per_tile and facts.num_parts >= facts.first_pieces * 64 * 8
+def test_ctas_take_each_tile_of_the_first_product_once(sizes, ctas):
+    facts = facts_of(sizes, 8, True, ctas)
+    tiles = facts.products[0].tiles
     # As the fetching warps do it, in a random order: some begin late, and find less.
     random, asked, taken = Random(0), itertools.count(), []
     waiting = [(cta, next(asked)) for cta in random.sample(range(ctas), ctas // 2)]
@@ -225,33 +212,18 @@ def test_ctas_take_each_piece_of_the_first_product_once(sizes, ctas):
         if late and (not waiting or random.random() < 0.1):
             waiting.append((late.pop(), next(asked)))
             continue
-        piece, answer = waiting.pop(random.randrange(len(waiting)))
-        if piece >= facts.first_pieces:  # a CTA that had no piece of its own
+        tile, answer = waiting.pop(random.randrange(len(waiting)))
+        if tile >= tiles:  # a CTA that had no tile of its own
             vain += 1
             continue
-        taken.append(piece)
-        piece = ctas + answer
-        if piece < facts.first_pieces:
-            waiting.append((piece, next(asked)))
+        taken.append(tile)
+        tile = ctas + answer
+        if tile < tiles:
+            waiting.append((tile, next(asked)))
         else:
             vain += 1
-    assert sorted(taken) == list(range(facts.first_pieces))
+    assert sorted(taken) == list(range(tiles))
     assert vain == ctas and next(asked) == facts.asks
-
-
-@needs_cute
-def test_no_two_products_that_share_a_workspace_have_the_same_tag():
-    from dspark_kernels.cute.between_attentions_schedule import Facts, tag
-
-    s, tags = K3, {0}  # zeros are what a workspace begins with
-    for following in (False, True):
-        facts = Facts(
-            torch.bfloat16, 8, s.hidden, s.values, s.intermediate, s.q_rank, s.width - s.q_rank, s.queries, following, 132
-        )
-        for launch, index in itertools.product((*range(1, 40), 2**28 - 1), range(len(facts.products))):
-            value = tag(launch, index, facts) % 2**32
-            assert value not in tags, (launch, index, following)
-            tags.add(value)
 
 
 COMPILE = r"""
@@ -267,9 +239,8 @@ for lanes, following in ((8, True), (16, False)):
     results.append(
         {
             "target": re.search(r"\.target (\w+)", ptx)[1],
-            "products": ptx.count(f"wgmma.mma_async.sync.aligned.m64n{lanes}k16.f32.bf16.bf16"),
+            "products": ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
             "waits": ptx.count("griddepcontrol.wait"),
-            "words": "st.relaxed.gpu.global.v2.b64" in ptx and "ld.relaxed.gpu.global.v2.b64" in ptx,
             "cached_weights": "ld.global.nc" in ptx,
             "arrays_in_memory": ".local" in ptx,
         }
@@ -282,10 +253,9 @@ print(json.dumps(results))
 def test_compiles_to_wgmma_without_a_gpu(tmp_path):
     done = run_compiling(COMPILE, tmp_path)
     assert done.returncode == 0, done.stderr
-    for result, products in zip(json.loads(done.stdout.splitlines()[-1]), (5, 3), strict=True):
-        # 8 instructions of 16 values for a box of 128.
-        assert (result["target"], result["products"]) == ("sm_90a", 8 * products)
-        assert result["words"]
+    for result, products in zip(json.loads(done.stdout.splitlines()[-1]), (5 * 4, 3 * 8), strict=True):
+        # A warp has 16 rows and 64 columns of a box, and 8 rows of x, or 16.
+        assert (result["target"], result["products"]) == ("sm_90a", products)
         # The warp that fetches x and those that finish tiles wait for the kernel before; the one that fetches weights does not.
         assert result["waits"] == 2
         assert not result["arrays_in_memory"]
@@ -302,7 +272,7 @@ def cute(given, after, before, workspace) -> BetweenOutput:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("following", [True, False])
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17, 28, 32])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 def test_each_product_keeps_its_bound(sizes, rows, following):
     after, before = layers(sizes, "cuda", torch.bfloat16)
@@ -321,7 +291,7 @@ def test_launches_of_all_forms_share_a_workspace_and_repeat_their_bits():
     """Beside a stream that keeps the memory busy, so that programs arrive in many orders."""
     workspace, cases = BetweenWorkspace(K3, CUDA), []
     weights = [layers(K3, "cuda", torch.bfloat16) for _ in range(2)]
-    for rows, following in ((7, True), (28, True), (7, False), (13, True), (32, False)):
+    for rows, following in ((7, True), (16, True), (7, False), (13, True), (16, False)):
         given = inputs(K3, rows, "cuda", torch.bfloat16)
         cases += [(given, after, before if following else None) for after, before in weights]
     first = [cute(*case, workspace) for case in cases]
@@ -345,10 +315,10 @@ def test_launches_of_all_forms_share_a_workspace_and_repeat_their_bits():
 @pytest.mark.gpu
 def test_a_rows_bits_do_not_depend_on_the_others():
     after, before = layers(K3, "cuda", torch.bfloat16)
-    workspace, (values, residual) = BetweenWorkspace(K3, CUDA), inputs(K3, 32, "cuda", torch.bfloat16)
+    workspace, (values, residual) = BetweenWorkspace(K3, CUDA), inputs(K3, 16, "cuda", torch.bfloat16)
     values[9], residual[11] = float("nan"), float("inf")
     all_rows = cute((values, residual), after, before, workspace)
-    for first, count in ((0, 1), (0, 8), (3, 6), (12, 16), (13, 17)):
+    for first, count in ((0, 1), (0, 8), (3, 6), (2, 10), (5, 11)):
         rows = slice(first, first + count)
         some = cute((values[rows].clone(), residual[rows].clone()), after, before, workspace)
         for name in ("h", "gated", "hidden", "qkv_a", "queries"):
@@ -427,8 +397,8 @@ def test_what_the_kernel_does_not_take_is_refused():
     workspace, (values, residual) = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
     for given, message in (
         ((values.float(), residual.float()), "wants o .*float32"),
-        (inputs(SMALL, 33, "cuda", torch.bfloat16), "1 to 32 rows, got 33"),
-        (inputs(SMALL, 0, "cuda", torch.bfloat16), "1 to 32 rows, got 0"),
+        (inputs(SMALL, 17, "cuda", torch.bfloat16), "1 to 16 rows, got 17"),
+        (inputs(SMALL, 0, "cuda", torch.bfloat16), "1 to 16 rows, got 0"),
         ((torch.stack((values, values), 1)[:, 0], residual), "values contiguous"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -120,7 +120,7 @@ class Facts:
     def asks(self) -> int:
         """How often the CTAs of a launch ask for a tile of the first product: for each that is nobody's own, and each CTA once in
         vain."""
-        return max(0, self.products[0].tiles - self.ctas) + self.ctas
+        return max(self.products[0].tiles, self.ctas)
 
     @property
     def squares(self) -> int:

@@ -1,9 +1,9 @@
 """Absorbed MLA attention of one block over paged context, for Hopper: what a build depends on, and the launch.
 
-Two kernels.  In the first (`block_attention_device`, or `block_attention_seesaw` where a block has more rows than a tile) each
-CTA takes an equal part of all key tiles and writes what it has of each request and tile of query rows to a workspace.  The
-second adds these parts up (`block_attention_merge`), and multiplies the sums by each head's matrix if there are some
-(`block_attention_values`).
+Two kernels.  In the first (`block_attention_device`, or `block_attention_seesaw` where a block has more rows than a tile, see
+`Facts.seesaw`) each CTA takes an equal part of all key tiles and writes what it has of each request and tile of query rows to
+a workspace.  The second adds these parts up (`block_attention_merge`), and multiplies the sums by each head's matrix if there
+are some (`block_attention_values`).
 """
 
 from dataclasses import replace

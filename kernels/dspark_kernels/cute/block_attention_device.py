@@ -38,8 +38,8 @@ MAXIMA, WEIGHTS, QUERIES = 1, 2, 3  # named barriers; 0 is the whole CTA's
 
 
 class Rows(NamedTuple):
-    """Of a thread's two rows, eight apart: largest score so far, times the scale; the thread's sum of weights; factor of the
-    outputs before the last tile."""
+    """Of a thread's two rows, eight apart: what their weights are relative to, the largest score so far times the scale (with
+    two tiles in flight a base not far below it); the thread's sum of weights; factor of the outputs before the last tile."""
 
     highest: cute.Tensor
     sums: cute.Tensor
