@@ -20,7 +20,15 @@ def pytest_configure():
     torch.set_num_threads(1)
 
 
+# Files of minutes come first, so that no process is left with one of them when the others have nothing more to do.
+LONG = (
+    "test_mutants.py", "test_kernels_compile.py", "test_cute_block_attention.py", "test_training.py", "test_block_attention.py",
+    "test_markov_chain.py", "test_transformers_target.py", "test_generation.py", "test_acceptance.py", "test_demo.py",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if torch.cuda.is_available():
         return
     no_device = pytest.mark.skip(reason="torch sees no CUDA device")
