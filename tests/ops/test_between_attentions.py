@@ -164,18 +164,24 @@ def test_refusals_name_the_reason():
         BetweenWorkspace(K3, torch.device("cpu"))
 
 
+def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
+    from dspark_kernels.cute.between_attentions_schedule import Facts
+
+    return Facts(
+        torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
+        sizes.queries, following, ctas,
+    )  # fmt: skip
+
+
 @needs_cute
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 @pytest.mark.parametrize("ctas", [132, 114, 7])
 def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
     from dspark_kernels.cute.between_attentions_meet import QUEUE
-    from dspark_kernels.cute.between_attentions_schedule import LANES, SHARED_BYTES, Facts, owner, share
+    from dspark_kernels.cute.between_attentions_schedule import LANES, SHARED_BYTES, owner, share
 
     for lanes, following in itertools.product(LANES, (False, True)):
-        facts = Facts(
-            torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-            sizes.queries, following, ctas,
-        )  # fmt: skip
+        facts = facts_of(sizes, lanes, following, ctas)
         assert [product.name for product in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
         assert facts.stages * 2 * 128 * (64 + lanes) + 4096 <= SHARED_BYTES
         assert facts.stages + 2 <= QUEUE
@@ -202,18 +208,14 @@ def test_every_box_has_one_owner_and_every_tile_room_for_its_parts(sizes, ctas):
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 @pytest.mark.parametrize("ctas", [132, 7])
 def test_ctas_take_each_piece_of_the_first_product_once(sizes, ctas):
-    from dspark_kernels.cute.between_attentions_schedule import PIECE, Facts
+    from dspark_kernels.cute.between_attentions_schedule import PIECE, piece_boxes
 
-    facts = Facts(
-        torch.bfloat16, 8, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-        sizes.queries, True, ctas,
-    )  # fmt: skip
+    facts = facts_of(sizes, 8, True, ctas)
     o, per_tile = facts.products[0], facts.tile_pieces
-    boxes = [
-        (piece // per_tile, box)
-        for piece in range(facts.first_pieces)
-        for box in range(o.boxes)[piece % per_tile * PIECE :][:PIECE]
-    ]
+    boxes = []
+    for tile, first, last in (piece_boxes(piece, facts) for piece in range(facts.first_pieces)):
+        assert 0 < last - first <= PIECE
+        boxes += [(tile, box) for box in range(first, last)]
     assert boxes == list(itertools.product(range(o.tiles), range(o.boxes)))
     assert facts.parts[0] == per_tile and facts.num_parts >= facts.first_pieces * 64 * 8
     # As the fetching warps do it, in a random order: some begin late, and find less.
@@ -241,13 +243,11 @@ def test_ctas_take_each_piece_of_the_first_product_once(sizes, ctas):
 
 @needs_cute
 def test_no_two_products_that_share_a_workspace_have_the_same_tag():
-    from dspark_kernels.cute.between_attentions_schedule import Facts, tag
+    from dspark_kernels.cute.between_attentions_schedule import tag
 
-    s, tags = K3, {0}  # zeros are what a workspace begins with
+    tags = {0}  # zeros are what a workspace begins with
     for following in (False, True):
-        facts = Facts(
-            torch.bfloat16, 8, s.hidden, s.values, s.intermediate, s.q_rank, s.width - s.q_rank, s.queries, following, 132
-        )
+        facts = facts_of(K3, 8, following, 132)
         for launch, index in itertools.product((*range(1, 40), 2**28 - 1), range(len(facts.products))):
             value = tag(launch, index, facts) % 2**32
             assert value not in tags, (launch, index, following)

@@ -22,7 +22,18 @@ from dspark_kernels.cute.between_attentions_meet import (
     store_part,
     this_launch,
 )
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, PIECE, ROWS, Eps, Rows, Weights, Workspace, owner, share, tag
+from dspark_kernels.cute.between_attentions_schedule import (
+    DEPTH,
+    ROWS,
+    Eps,
+    Rows,
+    Weights,
+    Workspace,
+    owner,
+    piece_boxes,
+    share,
+    tag,
+)
 
 FINISH, FETCH = 4, 8  # first warps of those who do; the ones before multiply
 THREADS = 320
@@ -61,7 +72,8 @@ def _multiply(mma, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     done, pieces = cutlass.Int32(0), cutlass.Int32(0)
     piece = next_piece(shared, pieces)
     while piece < facts.first_pieces:
-        count = cutlass.min(facts.products[0].boxes - piece % facts.tile_pieces * PIECE, cutlass.Int32(PIECE))
+        _, first, last = piece_boxes(piece, facts)
+        count = last - first
         _multiply_boxes(mma, weights, x, sums, shared, done, count, stages)
         store_part(sums, work, piece, tag(launch, 0, facts), thread, facts)
         done += count

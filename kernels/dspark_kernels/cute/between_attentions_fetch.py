@@ -20,7 +20,7 @@ from dspark_kernels.cute.between_attentions_meet import (
     this_launch,
     wait_for,
 )
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, LINE, PIECE, ROWS, Workspace, share
+from dspark_kernels.cute.between_attentions_schedule import DEPTH, LINE, ROWS, Workspace, piece_boxes, share
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
@@ -86,10 +86,9 @@ def _fetch_pieces(maps: list[Maps], shared: Shared, work: Workspace, facts: cutl
     piece, asked = cta, _ask(work, facts)
     while piece < facts.first_pieces:
         give_piece(shared, pieces, piece)
-        first = piece % facts.tile_pieces * PIECE
-        last = cutlass.min(first + PIECE, facts.products[0].boxes)
+        tile, first, last = piece_boxes(piece, facts)
         for box in cutlass.range(first, last, unroll=1):
-            _fetch_box(maps, shared, piece // facts.tile_pieces, box, done, False, facts)
+            _fetch_box(maps, shared, tile, box, done, False, facts)
             done += 1
         pieces += 1
         piece = facts.ctas + cute.arch.shuffle_sync(asked, 0)  # answered while the boxes were fetched
@@ -124,8 +123,7 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
     cute.arch.fence_proxy("async.global")
     piece = next_piece(shared, pieces)
     while piece < facts.first_pieces:
-        first = piece % facts.tile_pieces * PIECE
-        last = cutlass.min(first + PIECE, facts.products[0].boxes)
+        _, first, last = piece_boxes(piece, facts)
         for box in cutlass.range(first, last, unroll=1):
             _fetch_rows(maps[0], shared, box, done, facts)
             done += 1

@@ -138,9 +138,16 @@ class Facts:
         return most * ROWS * self.lanes
 
 
+def piece_boxes(piece, facts: Facts):
+    """The tile of a piece of the first product; the first of its boxes in the tile, and the end.  Here and below: ints, or the
+    DSL's integers."""
+    first = piece % facts.tile_pieces * PIECE
+    return piece // facts.tile_pieces, first, cutlass.min(first + PIECE, facts.products[0].boxes)
+
+
 def share(cta, length: int, product: Product):
     """Where a CTA's part of a list of a product's boxes or tiles begins, and where it ends; both at the list's end for a CTA
-    that has none.  Here and below: ints, or the DSL's integers."""
+    that has none."""
     first, last = cta * length // product.ctas, (cta + 1) * length // product.ctas
     return cutlass.min(first, length), cutlass.min(last, length)
 
