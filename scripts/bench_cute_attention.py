@@ -265,7 +265,7 @@ def kernel_times(case: Case, several: list[Inputs]) -> dict | str:
             torch.cuda.synchronize()
         found: dict[str, list[float]] = {}
         for event in profile.events():
-            for name in ("block_attention_kernel", "block_attention_seesaw_kernel", "merge_kernel"):
+            for name in ("block_attention_kernel", "merge_kernel"):
                 if name in event.name:
                     found.setdefault(name, []).append(event.device_time)
         return {name: sorted(times)[len(times) // 2] for name, times in found.items()}

@@ -20,7 +20,16 @@ def pytest_configure():
     torch.set_num_threads(1)
 
 
+# Files of minutes come first, so that no process is left with one of them when the others have nothing more to do.
+LONG = (
+    "test_switch_matrix.py", "test_mutants.py", "test_kernels_compile.py", "test_cute_block_attention.py",
+    "test_acceptance_floor.py", "test_training.py", "test_cute_compile.py", "test_demo.py", "test_block_attention.py",
+    "test_markov_chain_draws.py", "test_markov_chain.py", "test_cute_markov_chain.py",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     if torch.cuda.is_available():
         return
     no_device = pytest.mark.skip(reason="torch sees no CUDA device")

@@ -12,6 +12,7 @@ from dspark_model.bench.step_cases import Row, started_worker, step_bytes, targe
 from dspark_model.bench.timing import capture, time_interleaved
 from dspark_model.config_keys import ConfigError
 from dspark_model.modeling import BlockContext, BlockPaths, MLADSparkForCausalLM
+from dspark_model.persistent import PersistentPath
 from dspark_model.serving_config import RuntimeConfig
 from dspark_model.step_io import StepInput
 from dspark_model.step_run import StepPaths
@@ -49,14 +50,15 @@ def _workers(
     """
     gc.collect()  # workers of before, which launch early as long as they are there
     for profile in profiles:
-        for split in (False, True)[PROFILES[profile].get("gemm") == "persistent" :]:
+        for split in (True,) if PROFILES[profile].get("gemm") == "persistent" else (False, True):
             label = f"{profile}, split" if split else profile
             try:
                 worker = started_worker(model, runtime_of(profile, switches=True, split=split), batch, context)
             except ConfigError as error:
                 print(f"{label}: not run: {error}")
                 continue
-            if worker.describe().get("persistent_launches", "begin").startswith("cooperative"):
+            path = worker._products.get(worker.resolved["gemm"].in_force)
+            if isinstance(path, PersistentPath) and not path.launches_early:
                 raise RuntimeError(f"{label}: a worker of before still launches early, so this one does not")
             yield profile, label, worker
 

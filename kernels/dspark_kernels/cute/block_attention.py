@@ -1,9 +1,8 @@
 """Absorbed MLA attention of one block over paged context, for Hopper: what a build depends on, and the launch.
 
-Two kernels.  In the first (`block_attention_device`, or `block_attention_seesaw` where a block has more rows than a tile, see
-`Facts.seesaw`) each CTA takes an equal part of all key tiles and writes what it has of each request and tile of query rows to
-a workspace.  The second adds these parts up (`block_attention_merge`), and multiplies the sums by each head's matrix if there
-are some (`block_attention_values`).
+Two kernels.  In the first (`block_attention_kernel`) each CTA takes an equal part of all key tiles and writes what it has of
+each request and tile of query rows to a workspace.  The second adds these parts up (`block_attention_merge`), and multiplies
+the sums by each head's matrix if there are some (`block_attention_values`).
 """
 
 from dataclasses import replace
@@ -12,19 +11,18 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from dspark_kernels.cute.block_attention_checks import check_call, check_values, in_chunks
-from dspark_kernels.cute.block_attention_device import block_attention_kernel
 from dspark_kernels.cute.block_attention_facts import Facts
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
+from dspark_kernels.cute.block_attention_kernel import block_attention_kernel
 from dspark_kernels.cute.block_attention_merge import merge_kernel
 from dspark_kernels.cute.block_attention_schedule import (
     CHUNK,
     CONSUMERS,
     ELEMENTS,
-    KEYS,
     PART,
     TILE,
     WARP,
@@ -33,7 +31,6 @@ from dspark_kernels.cute.block_attention_schedule import (
     Requests,
     Workspace,
 )
-from dspark_kernels.cute.block_attention_seesaw import block_attention_seesaw_kernel
 from dspark_kernels.cute.block_attention_values import Matrices, merge_values_kernel
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
@@ -49,24 +46,6 @@ def _tma(tensor, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
     outer = cute.make_layout((rows, (SWIZZLE, columns // SWIZZLE)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
     box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, (rows, columns))
-
-
-@cute.jit
-def _products(facts: cutlass.Constexpr):
-    """wgmma of the schedule with one tile in flight: first scores, scores, values."""
-    dtype = ELEMENTS[facts.dtype]
-    score_mma, value_mma = (
-        cute.make_tiled_mma(
-            cute.make_mma_atom(
-                warpgroup.MmaF16BF16Op(
-                    dtype, cutlass.Float32, (TILE, columns, 16), warpgroup.OperandSource.SMEM, OperandMajorMode.K, major
-                )
-            ),
-            (1, 2, 1),
-        )
-        for columns, major in ((KEYS // 2, OperandMajorMode.K), (facts.latent // 2, OperandMajorMode.MN))
-    )
-    return score_mma, score_mma, value_mma
 
 
 @cute.jit
@@ -92,16 +71,9 @@ def _launch(
         (facts.queries, (SWIZZLE, blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
     )
     query_atom, query_tensor = _tma(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
-    fetched = (tma_atom, tma_tensor, query_atom, query_tensor)
-    grid, block = (facts.ctas, 1, 1), (THREADS, 1, 1)
-    if cutlass.const_expr(facts.seesaw):
-        block_attention_seesaw_kernel(*fetched, queries, requests, work, scale, facts).launch(
-            grid=grid, block=block, stream=stream
-        )
-    else:
-        block_attention_kernel(*fetched, *_products(facts), queries, requests, work, scale, facts).launch(
-            grid=grid, block=block, stream=stream
-        )
+    block_attention_kernel(
+        tma_atom, tma_tensor, query_atom, query_tensor, queries, requests, work, scale, facts
+    ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
     threads = (facts.merge_warps * WARP, 1, 1)
     if cutlass.const_expr(facts.value_width):
         merge_values_kernel(requests, work, matrices, out, facts).launch(

@@ -1,6 +1,6 @@
-"""The first kernel of the block attention: TMA, wgmma, mbarriers.
+"""The block attention with one key tile in flight.
 
-In a CTA one warp fetches key tiles into the stages, and two warpgroups work on the same tile: each scores half of its keys,
+One warp fetches key tiles into the stages, and two warpgroups work on the same tile: each scores half of its keys,
 they exchange row maxima and weights through shared memory, and each gathers half of the value columns.
 
 `facts` is a `block_attention_facts.Facts`.
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dspark_kernels.cute.block_attention_fetch import STAGES, SWIZZLE, Shared, allocate, fetch, keys_layout, set_up_barriers
+from dspark_kernels.cute.block_attention_fetch import STAGES, SWIZZLE, Shared, keys_layout
 from dspark_kernels.cute.block_attention_schedule import (
     CHUNK,
     CONSUMERS,
@@ -22,17 +22,10 @@ from dspark_kernels.cute.block_attention_schedule import (
     TILE,
     WARP,
     Pair,
-    Queries,
-    Requests,
-    Workspace,
     next_pair,
-    scan,
-    share,
-    total_tiles,
     values_at,
 )
 
-FETCH_REGISTERS, CONSUME_REGISTERS = 40, 232
 LEAST_PEAK = 1e-30  # its reciprocal is finite
 MAXIMA, WEIGHTS, QUERIES = 1, 2, 3  # named barriers; 0 is the whole CTA's
 
@@ -236,11 +229,17 @@ def seen_of(requests, pair: Pair, row, facts: cutlass.Constexpr):
     return Seen(pair.first, pair.end, unmasked_end, limits)
 
 
+def tiled_product(columns: int, source, major, groups: int, accumulate: bool, facts):
+    """wgmma of a tile of queries or of their weights with so many columns a warpgroup; groups: warpgroups that share it."""
+    dtype = ELEMENTS[facts.dtype]
+    op = warpgroup.MmaF16BF16Op(dtype, cutlass.Float32, (TILE, columns, 16), source, OperandMajorMode.K, major)
+    mma = cute.make_tiled_mma(cute.make_mma_atom(op), (1, groups, 1))
+    mma.set(warpgroup.Field.ACCUMULATE, accumulate)
+    return mma
+
+
 @cute.jit
-def _consume(
-    first_mma, score_mma, value_mma, queries, requests, work, shared: Shared, tile, last, own, tiles_end, scale,
-    facts: cutlass.Constexpr,
-):  # fmt: skip
+def consume(queries, requests, work, shared: Shared, tile, last, own, tiles_end, scale, facts: cutlass.Constexpr):
     """The two warpgroups: parts of the pairs among the tiles tile..last of the list."""
     dtype = ELEMENTS[facts.dtype]
     thread, _, _ = cute.arch.thread_idx()
@@ -250,9 +249,9 @@ def _consume(
     pairs_done = cutlass.Int32(0)
     group = cute.arch.make_warp_uniform(thread // 128)
     row = warp % 4 * 16 + lane // 4  # and row + 8
-    first_mma.set(warpgroup.Field.ACCUMULATE, False)
-    score_mma.set(warpgroup.Field.ACCUMULATE, True)
-    value_mma.set(warpgroup.Field.ACCUMULATE, True)
+    smem, by_key, by_value = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
+    first_mma, score_mma = (tiled_product(KEYS // 2, smem, by_key, 2, accumulate, facts) for accumulate in (False, True))
+    value_mma = tiled_product(facts.latent // 2, smem, by_value, 2, True, facts)
     score_slice, value_slice = score_mma.get_slice(group * 128), value_mma.get_slice(group * 128)
     f_queries = score_mma.make_fragment_A(score_slice.partition_A(shared.queries))
     f_keys = score_mma.make_fragment_B(score_slice.partition_B(cute.make_tensor(shared.keys.iterator, keys_layout(facts))))
@@ -299,48 +298,3 @@ def _consume(
         part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
         store_part(out, rows, shared.maxima, work, part, thread, facts)
         tile += pair.count
-
-
-@cute.kernel
-def block_attention_kernel(
-    tma_atom: cute.CopyAtom,
-    tma_tensor: cute.Tensor,  # [page_size, D, pages]
-    query_atom: cute.CopyAtom,
-    query_tensor: cute.Tensor,  # [N * heads, D, B]
-    first_mma: cute.TiledMma,  # of the first 16 columns: does not accumulate
-    score_mma: cute.TiledMma,
-    value_mma: cute.TiledMma,
-    queries: Queries,
-    requests: Requests,
-    work: Workspace,
-    scale: cutlass.Float32,  # times log2(e)
-    facts: cutlass.Constexpr,
-):
-    """A CTA takes its part of the list of key tiles and leaves what it has of each pair in the workspace."""
-    thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp == CONSUMERS // WARP:
-        cpasync.prefetch_descriptor(tma_atom)
-        if cutlass.const_expr(facts.fetch_queries):
-            cpasync.prefetch_descriptor(query_atom)
-    shared = allocate(facts)
-    if thread == 0:
-        set_up_barriers(shared)
-    # The merge's CTAs take the multiprocessors that are left, or those that become free, and wait there for all parts.
-    cute.arch.griddepcontrol_launch_dependents()
-    own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)
-    total = total_tiles(requests, tiles_end, facts)
-    tile, last = share(total, cta, facts), share(total, cta + 1, facts)
-    cute.arch.sync_threads()
-
-    if warp >= CONSUMERS // WARP:
-        cute.arch.setmaxregister_decrease(FETCH_REGISTERS)
-        if warp > CONSUMERS // WARP:
-            tile = last
-        fetch(tma_atom, tma_tensor, query_atom, query_tensor, requests, shared, tile, last, own, tiles_end, facts)
-    else:
-        cute.arch.setmaxregister_increase(CONSUME_REGISTERS)
-        _consume(
-            first_mma, score_mma, value_mma, queries, requests, work, shared, tile, last, own, tiles_end, scale, facts
-        )  # fmt: skip

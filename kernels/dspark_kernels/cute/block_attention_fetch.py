@@ -77,7 +77,7 @@ def set_up_barriers(shared: Shared):
 
 
 @cute.jit
-def fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr):
+def _fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr):
     """One tile of query rows into shared memory by TMA; zeros in the rows that the tile has too many."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * facts.width * ELEMENTS[facts.dtype].width // 8)
@@ -85,7 +85,7 @@ def fetch_queries(atom, from_global, to_shared, full, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def table_of(requests, request, facts: cutlass.Constexpr):
+def _table_of(requests, request, facts: cutlass.Constexpr):
     """The page table's row of a request."""
     row = cutlass.Int64(request)
     if cutlass.const_expr(facts.slotted):
@@ -94,7 +94,7 @@ def table_of(requests, request, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def pages_of(table, token, pair: Pair, facts: cutlass.Constexpr):
+def _pages_of(table, token, pair: Pair, facts: cutlass.Constexpr):
     """The page of each box of the key tile that begins at a token."""
     boxes = KEYS // facts.box
     pages = cute.make_rmem_tensor(boxes, cutlass.Int32)
@@ -106,20 +106,35 @@ def pages_of(table, token, pair: Pair, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _fetch_keys(atom, from_global, to_shared, pages, token, stage, full, facts: cutlass.Constexpr):
-    """A key tile into a stage; full: the stages' barriers."""
+def fetch_blocks(
+    atom, from_global, to_shared, pages, token, done, full, empty, begin, blocks: cutlass.Constexpr, facts: cutlass.Constexpr
+):  # fmt: skip
+    """Some column blocks of a key tile into its stage, when their place is free; begin: the first of them; full, empty: their
+    barriers."""
+    stage = done % STAGES
+    if done >= STAGES:
+        cute.arch.mbarrier_wait(empty, (done // STAGES - 1) % 2)
+    size = KEYS * blocks * facts.box_columns * ELEMENTS[facts.dtype].width // 8
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, KEYS * facts.width * ELEMENTS[facts.dtype].width // 8)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, size)
     for box in cutlass.range_constexpr(KEYS // facts.box):
         row = (token + box * facts.box) % facts.page_size // facts.box
-        for block in cutlass.range(facts.width // facts.box_columns, unroll=1):
+        for block in cutlass.range(begin, begin + blocks, unroll=1):
             cute.copy(
                 atom,
                 from_global[None, row, block, pages[box]],
                 to_shared[None, box, block, stage],
-                tma_bar_ptr=full + stage,
+                tma_bar_ptr=full,
                 cache_policy=cutlass.Int64(EVICT_NORMAL),
             )
+
+
+@cute.jit
+def fetch_tile(atom, from_global, to_shared, shared: Shared, pages, token, done, facts: cutlass.Constexpr):
+    """A key tile, whole."""
+    full, empty = shared.full + done % STAGES, shared.empty + done % STAGES
+    blocks = facts.width // facts.box_columns
+    fetch_blocks(atom, from_global, to_shared, pages, token, done, full, empty, 0, blocks, facts)
 
 
 @cute.jit
@@ -134,9 +149,11 @@ def fetch(
     last,
     own,
     tiles_end,
+    fetch_one: cutlass.Constexpr,
     facts: cutlass.Constexpr,
 ):
-    """The fetching warp: key tiles tile..last of the list, and the queries of each pair among them."""
+    """The fetching warp: key tiles tile..last of the list, and the queries of each pair among them.  fetch_one: a
+    tile's way into its stage."""
     done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
     pairs_done = cutlass.Int32(0)
     box_shape = (facts.box, facts.box_columns)
@@ -152,22 +169,19 @@ def fetch(
     )
     while tile < last:
         pair = next_pair(requests, tile, last, own, tiles_end, facts)
-        table = table_of(requests, pair.request, facts)
+        table = _table_of(requests, pair.request, facts)
         for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
             token = (pair.first // KEYS + key_tile) * KEYS
-            stage = done % STAGES
-            pages = pages_of(table, token, pair, facts)
+            pages = _pages_of(table, token, pair, facts)
             # The first query tile in front of all keys; another one waits for its place, so keys go first.
             if cutlass.const_expr(facts.fetch_queries) and done == 0:
                 from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
-            if done >= STAGES:
-                cute.arch.mbarrier_wait(shared.empty + stage, (done // STAGES - 1) % 2)
-            _fetch_keys(tma_atom, from_global, to_shared, pages, token, stage, shared.full, facts)
+                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+            fetch_one(tma_atom, from_global, to_shared, shared, pages, token, done, facts)
             if cutlass.const_expr(facts.fetch_queries) and done > 0 and key_tile == pair.begin:
                 cute.arch.mbarrier_wait(shared.queries_empty, (pairs_done - 1) % 2)
                 from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
+                _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
             done += 1
         pairs_done += 1
         tile += pair.count

@@ -1,4 +1,4 @@
-"""The first kernel of the block attention where products are the bound: two key tiles are in flight.
+"""The block attention with two key tiles in flight, where products are the bound.
 
 The warpgroups take turns with the tiles.  Each scores its own tiles alone, and gathers its half of the value columns of all
 tiles, in their order: so one's softmax runs while the other's products do.  What the scores are relative to (the base) goes
@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dspark_kernels.cute.block_attention_device import (
-    CONSUME_REGISTERS,
-    FETCH_REGISTERS,
     QUERIES,
     Rows,
     clear_rows,
@@ -24,6 +22,7 @@ from dspark_kernels.cute.block_attention_device import (
     rescale,
     seen_of,
     store_part,
+    tiled_product,
 )
 from dspark_kernels.cute.block_attention_fetch import STAGES, SWIZZLE, keys_layout
 from dspark_kernels.cute.block_attention_schedule import (
@@ -32,23 +31,13 @@ from dspark_kernels.cute.block_attention_schedule import (
     ELEMENTS,
     KEYS,
     TILE,
-    WARP,
-    Queries,
-    Requests,
-    Workspace,
     next_pair,
-    scan,
-    share,
-    total_tiles,
     values_at,
 )
 from dspark_kernels.cute.block_attention_seesaw_fetch import (
     REST,
     SECTIONS,
     Shared,
-    allocate,
-    fetch,
-    set_up_barriers,
     weights_begin,
 )
 
@@ -93,8 +82,6 @@ class Place(NamedTuple):
 
 @cute.jit
 def _products(facts: cutlass.Constexpr):
-    """The four kinds of wgmma."""
-    dtype = ELEMENTS[facts.dtype]
     columns = facts.latent // 2
     smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
     kinds = (
@@ -103,13 +90,7 @@ def _products(facts: cutlass.Constexpr):
         (columns, registers, OperandMajorMode.MN, 2, True),
         (columns, smem, OperandMajorMode.MN, 2, True),
     )
-    mmas = []
-    for n, source, major, groups, accumulate in kinds:
-        op = warpgroup.MmaF16BF16Op(dtype, cutlass.Float32, (TILE, n, 16), source, OperandMajorMode.K, major)
-        mma = cute.make_tiled_mma(cute.make_mma_atom(op), (1, groups, 1))
-        mma.set(warpgroup.Field.ACCUMULATE, accumulate)
-        mmas.append(mma)
-    return Products(*mmas)
+    return Products(*(tiled_product(*kind, facts) for kind in kinds))
 
 
 @cute.jit
@@ -305,7 +286,9 @@ def _take_pair(
 
 
 @cute.jit
-def _consume(queries, requests, work, shared: Shared, tile, last, own, tiles_end, scale, group: cutlass.Constexpr, facts):
+def consume_in_turn(
+    queries, requests, work, shared: Shared, tile, last, own, tiles_end, scale, group: cutlass.Constexpr, facts
+):
     """One of the two warpgroups: parts of the pairs among the tiles tile..last of the list."""
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
@@ -337,47 +320,3 @@ def _consume(queries, requests, work, shared: Shared, tile, last, own, tiles_end
         part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
         store_part(state.out, state.rows, shared.sums, work, part, thread, facts)
         tile += pair.count
-
-
-@cute.kernel
-def block_attention_seesaw_kernel(
-    tma_atom: cute.CopyAtom,
-    tma_tensor: cute.Tensor,  # [page_size, D, pages]
-    query_atom: cute.CopyAtom,
-    query_tensor: cute.Tensor,  # [N * heads, D, B]
-    queries: Queries,
-    requests: Requests,
-    work: Workspace,
-    scale: cutlass.Float32,  # times log2(e)
-    facts: cutlass.Constexpr,
-):
-    """A CTA takes its part of the list of key tiles and leaves what it has of each pair in the workspace."""
-    thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    if warp == CONSUMERS // WARP:
-        cpasync.prefetch_descriptor(tma_atom)
-        if cutlass.const_expr(facts.fetch_queries):
-            cpasync.prefetch_descriptor(query_atom)
-    shared = allocate(facts)
-    if thread == 0:
-        set_up_barriers(shared)
-    # The merge's CTAs take the multiprocessors that are left, or those that become free, and wait there for all parts.
-    cute.arch.griddepcontrol_launch_dependents()
-    own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)
-    total = total_tiles(requests, tiles_end, facts)
-    tile, last = share(total, cta, facts), share(total, cta + 1, facts)
-    cute.arch.sync_threads()
-
-    if warp >= CONSUMERS // WARP:
-        cute.arch.setmaxregister_decrease(FETCH_REGISTERS)
-        if warp > CONSUMERS // WARP:
-            tile = last
-        fetch(tma_atom, tma_tensor, query_atom, query_tensor, requests, shared, tile, last, own, tiles_end, facts)
-    else:
-        cute.arch.setmaxregister_increase(CONSUME_REGISTERS)
-        here = (queries, requests, work, shared, tile, last, own, tiles_end, scale)
-        if warp < GROUP // WARP:  # a build for each: where they read and write is known, and takes no register
-            _consume(*here, 0, facts)
-        else:
-            _consume(*here, 1, facts)

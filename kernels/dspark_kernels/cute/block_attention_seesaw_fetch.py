@@ -10,20 +10,16 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from dspark_kernels.cute.block_attention_fetch import (
-    EVICT_NORMAL,
     STAGES,
     SWIZZLE,
-    fetch_queries,
+    fetch_blocks,
     keys_layout,
-    pages_of,
     rows_layout,
-    table_of,
 )
-from dspark_kernels.cute.block_attention_schedule import CONSUMERS, ELEMENTS, KEYS, TILE, WARP, next_pair
+from dspark_kernels.cute.block_attention_schedule import CONSUMERS, ELEMENTS, KEYS, TILE, WARP
 
 SECTIONS = 3  # of a stage's columns: values of the first warpgroup, of the second, and what is no value
 REST = 2  # the last of them
@@ -87,78 +83,14 @@ def set_up_barriers(shared: Shared):
 
 
 @cute.jit
-def _fetch_section(
-    atom, from_global, to_shared, shared: Shared, pages, token, done, section, begin, blocks: cutlass.Constexpr,
-    facts: cutlass.Constexpr,
-):  # fmt: skip
-    """Some column blocks of a key tile into its stage, when their place is free; begin: the first of them."""
-    stage = done % STAGES
-    place = stage * SECTIONS + section
-    if done >= STAGES:
-        cute.arch.mbarrier_wait(shared.empty + place, (done // STAGES - 1) % 2)
-    size = KEYS * blocks * SWIZZLE * ELEMENTS[facts.dtype].width // 8
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(shared.full + place, size)
-    for box in cutlass.range_constexpr(KEYS // facts.box):
-        row = (token + box * facts.box) % facts.page_size // facts.box
-        for block in cutlass.range(begin, begin + blocks, unroll=1):
-            cute.copy(
-                atom,
-                from_global[None, row, block, pages[box]],
-                to_shared[None, box, block, stage],
-                tma_bar_ptr=shared.full + place,
-                cache_policy=cutlass.Int64(EVICT_NORMAL),
-            )
-
-
-@cute.jit
-def fetch(
-    tma_atom,
-    tma_tensor,
-    query_atom,
-    query_tensor,
-    requests,
-    shared: Shared,
-    tile,
-    last,
-    own,
-    tiles_end,
-    facts: cutlass.Constexpr,
-):
-    """The fetching warp: key tiles tile..last of the list, and the queries of each pair among them."""
-    done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
-    pairs_done = cutlass.Int32(0)
-    half = facts.latent // SWIZZLE // 2
-    box_shape = (facts.box, SWIZZLE)
-    shared_boxes = cute.flat_divide(cute.make_tensor(shared.keys.iterator, keys_layout(facts)), box_shape)
-    global_boxes = cute.flat_divide(tma_tensor, box_shape)
-    to_shared, from_global = cpasync.tma_partition(
-        tma_atom, 0, cute.make_layout(1), cute.group_modes(shared_boxes, 0, 2), cute.group_modes(global_boxes, 0, 2)
-    )
-    rows = cute.make_tensor(shared.queries.iterator, rows_layout(facts.width // SWIZZLE))
-    global_rows = cute.flat_divide(query_tensor, (TILE, facts.width))
-    queries_to, queries_from = cpasync.tma_partition(
-        query_atom, 0, cute.make_layout(1), cute.group_modes(rows, 0, 2), cute.group_modes(global_rows, 0, 2)
-    )
-    while tile < last:
-        pair = next_pair(requests, tile, last, own, tiles_end, facts)
-        table = table_of(requests, pair.request, facts)
-        for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
-            token = (pair.first // KEYS + key_tile) * KEYS
-            pages = pages_of(table, token, pair, facts)
-            # The first query tile in front of all keys; another one waits for its place, so keys go first.
-            if cutlass.const_expr(facts.fetch_queries) and done == 0:
-                from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
-            here = (tma_atom, from_global, to_shared, shared, pages, token, done)
-            scorer = done % STAGES  # begins with its own value columns, which it also gives back first
-            for section in (scorer, 1 - scorer):
-                _fetch_section(*here, section, section * half, half, facts)
-            _fetch_section(*here, REST, 2 * half, facts.width // SWIZZLE - 2 * half, facts)
-            if cutlass.const_expr(facts.fetch_queries) and done > 0 and key_tile == pair.begin:
-                cute.arch.mbarrier_wait(shared.queries_empty, (pairs_done - 1) % 2)
-                from_here = queries_from[None, pair.row_tile, 0, pair.request]
-                fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
-            done += 1
-        pairs_done += 1
-        tile += pair.count
+def fetch_tile(atom, from_global, to_shared, shared: Shared, pages, token, done, facts: cutlass.Constexpr):
+    """A key tile, section after section."""
+    stage, half = done % STAGES, facts.latent // SWIZZLE // 2
+    here = (atom, from_global, to_shared, pages, token, done)
+    # The scorer, whose number is the stage's, begins with its own value columns, which it also gives back first.
+    for section in (stage, 1 - stage):
+        place = stage * SECTIONS + section
+        fetch_blocks(*here, shared.full + place, shared.empty + place, section * half, half, facts)
+    place = stage * SECTIONS + REST
+    rest = facts.width // SWIZZLE - 2 * half
+    fetch_blocks(*here, shared.full + place, shared.empty + place, 2 * half, rest, facts)
