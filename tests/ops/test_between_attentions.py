@@ -178,7 +178,7 @@ def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
 @pytest.mark.parametrize("ctas", [132, 114, 7])
 def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
     from dspark_kernels.cute.between_attentions_meet import QUEUE
-    from dspark_kernels.cute.between_attentions_schedule import BOX, LANES, SHARED_BYTES, X_STAGES, tiles_of
+    from dspark_kernels.cute.between_attentions_schedule import BOX, LANES, SHARED_BYTES, X_STAGES, first_tile, tiles_of
 
     for lanes, following in itertools.product(LANES, (False, True)):
         facts = facts_of(sizes, lanes, following, ctas)
@@ -187,13 +187,16 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
         assert [p.name for p in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
         assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + (8 << 10) <= SHARED_BYTES
         assert facts.stages + 2 <= QUEUE
+        for index in range(1, len(facts.products)):
+            tiles = [range(first_tile(cta, index, facts), facts.products[index].tiles, ctas) for cta in range(ctas)]
+            assert sorted(tile for own in tiles for tile in own) == list(range(facts.products[index].tiles))
+            assert [max(0, tiles_of(cta, index, facts)) for cta in range(ctas)] == [len(own) for own in tiles]
         for product, count, depth in zip(facts.products, counts, depths, strict=False):
             assert product.tiles * product.rows == count
             assert product.boxes * product.columns == depth == product.depth
             assert product.depth % product.x_columns == 0 == product.x_columns % product.columns
             assert 8 % product.groups == 0 and product.columns // 64 == 8 // product.groups  # a warp's 64 columns of its 16 rows
             assert product.rows // (2 if product.gated else 1) % 16 == 0
-            assert sum(tiles_of(cta, product, facts) for cta in range(ctas)) == product.tiles or product.tiles < ctas
             assert facts.squares >= product.tiles or product.name in ("gate_up", "q_b")
 
 

@@ -14,7 +14,7 @@ from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fe
 from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, publish
 from dspark_kernels.cute.between_attentions_meet import Shared, allocate, next_tile, set_up, this_launch
 from dspark_kernels.cute.between_attentions_multiply import multiply_tile
-from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, tiles_of
+from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
 
 THREADS = (WARPS + 3) * 32
 
@@ -39,9 +39,9 @@ def _make_tiles(shared: Shared, weights: Weights, rows: Rows, work: Workspace, n
     publish(work, launch, count, 0, facts)
     for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
-        if cta < product.tiles:
+        if first_tile(cta, index, facts) < product.tiles:
             cute.arch.mbarrier_wait(shared.ready + index, 0)
-        for tile in cutlass.range(cta, product.tiles, facts.ctas, unroll=1):
+        for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             loaded = load_ahead(weights, rows, tile, num_rows, index, facts)
             multiply_tile(shared, done, x_done, product, facts)
             if cutlass.const_expr(product.normed):
@@ -49,7 +49,7 @@ def _make_tiles(shared: Shared, weights: Weights, rows: Rows, work: Workspace, n
             finish_tile(shared, rows, work, tile, num_rows, loaded, index, facts)
             done += product.boxes
             x_done += product.depth // product.x_columns
-        publish(work, launch, tiles_of(cta, product, facts), index, facts)
+        publish(work, launch, tiles_of(cta, index, facts), index, facts)
 
 
 @cute.kernel

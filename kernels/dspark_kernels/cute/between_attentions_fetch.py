@@ -20,7 +20,7 @@ from dspark_kernels.cute.between_attentions_meet import (
     this_launch,
     wait_for,
 )
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_COLUMNS, X_STAGES, Workspace
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_COLUMNS, X_STAGES, Workspace, first_tile
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
@@ -107,7 +107,7 @@ def fetch_weights(maps: list[list[Maps]], shared: Shared, work: Workspace, facts
     done = _fetch_first(maps[0], shared, work, facts)
     for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
-        for tile in cutlass.range(cta, product.tiles, facts.ctas, unroll=1):
+        for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             for box in cutlass.range(product.boxes, unroll=1):
                 _fetch_box(maps[index], shared, tile, box, done, product, facts)
                 done += 1
@@ -141,10 +141,10 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
         tile = next_tile(shared, count)
     for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
-        if cta < product.tiles:  # a CTA that has none may come when the launch is over, and must not wait for the next one
+        if first_tile(cta, index, facts) < product.tiles:  # a CTA that has none may come when the launch is over, and must not wait for the next one
             wait_for(work, index - 1, launch * facts.products[index - 1].tiles, shared.ready + index)
             cute.arch.fence_proxy("async.global")
-        for _ in cutlass.range(cta, product.tiles, facts.ctas, unroll=1):
+        for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             _fetch_rows(maps[index], shared, done, product, facts)
             done += product.depth // product.x_columns
 
@@ -174,7 +174,7 @@ def make_rms(shared: Shared, work: Workspace, eps: list, facts: cutlass.Constexp
     for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
         if cutlass.const_expr(product.normed):  # noqa: SIM102 (decided when it is built, the next on the device)
-            if cta < product.tiles:
+            if first_tile(cta, index, facts) < product.tiles:
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
                 tiles = product.depth // facts.products[index - 1].features
                 squares = work.squares + ((index - 1) * facts.squares * lanes + lane % lanes)

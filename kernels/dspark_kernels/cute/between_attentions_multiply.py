@@ -12,6 +12,7 @@ from dspark_kernels.cute.between_attentions_meet import SUM_ROW, Shared
 from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_COLUMNS, X_STAGES
 
 MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+UNROLL = 2  # boxes: a block decode takes 270 us so, 274 with one
 KINDS = {cutlass.BFloat16: "bf16"}
 
 
@@ -66,11 +67,11 @@ def _multiply(sums, weights, left, right, facts: cutlass.Constexpr):
 @cute.jit
 def multiply_tile(shared: Shared, done, x_done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """A tile's products into shared memory, of each warp its own; done, x_done: boxes of weights and stages of x before it."""
-    at, vectors, dtype = places_of(product, facts), facts.lanes // 8, ELEMENTS[facts.dtype]
+    at, vectors = places_of(product, facts), facts.lanes // 8
     sums = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(vectors)]
     for total in sums:
         total.fill(0.0)
-    for i in cutlass.range(product.boxes, unroll=1):
+    for i in cutlass.range(product.boxes, unroll=UNROLL):
         stage, phase = (done + i) % facts.stages, (done + i) // facts.stages % 2
         x_at, part = x_done + i // product.x_boxes, i % product.x_boxes
         x_stage = x_at % X_STAGES

@@ -3,7 +3,7 @@
 A weight [N, K] is cut into tiles of 16, 32 or 64 rows over its whole depth, and a tile into boxes of 16 KB.  A CTA makes its tiles
 from their first box to what is stored, so what CTAs tell one another are finished rows only.
 
-The tiles of a product belong to CTAs in turn, but of the first product each CTA has one, and takes more of them as long as it has room
+The tiles of the products belong to CTAs in turn, but of the first product each CTA has one, and takes more of them as long as it has room
 and some are left.  An early launch (`Facts.early`) has CTAs that come when the kernel before it ends; the others have the product's
 weights by then.
 """
@@ -156,9 +156,16 @@ class Facts:
         return self.launches_at + 1
 
 
-def tiles_of(cta, product: Product, facts: Facts):
-    """How many tiles a CTA has, of a product but the first.  Ints, or the DSL's integers."""
-    return (product.tiles - cta + facts.ctas - 1) // facts.ctas
+def first_tile(cta, index: int, facts: Facts):
+    """The first tile of a CTA, of a product but the first; the next ones follow facts.ctas apart.  Past the last for a CTA that has
+    none: it is among the first of the next product then.  Here and below: ints, or the DSL's integers."""
+    before = sum(product.tiles for product in facts.products[1:index])
+    return (cta + -before % facts.ctas) % facts.ctas
+
+
+def tiles_of(cta, index: int, facts: Facts):
+    """How many tiles a CTA has, of a product but the first."""
+    return (facts.products[index].tiles - first_tile(cta, index, facts) + facts.ctas - 1) // facts.ctas
 
 
 class Weights(NamedTuple):
