@@ -48,16 +48,29 @@ class PersistentPath(LowMPath):
         views = context.layer_views
         hidden, queries = x.flatten(0, 1), self.write_latents_and_query(layers[0], x, views[0], context)
         for index, layer in enumerate(layers):
-            values = layer.attend(queries, views[index], context, layer.self_attn.value_weights.transpose(1, 2))
+            values = self._attend(layer, queries, views[index], context)
             following = layers[index + 1] if index + 1 < len(layers) else None
             made = ops.between_attentions(
-                values.flatten(0, 1).flatten(1), hidden, _after(layer), None if following is None else _before(following),
+                values, hidden, _after(layer), None if following is None else _before(following),
                 backend="cute", workspace=self._between, early=self.launches_early,
             )  # fmt: skip
             hidden = made.hidden
             if following is not None:
                 queries = self._write_latents_and_absorb(following, made, x.shape[:2], views[index + 1], context)
         return hidden.view(x.shape)
+
+    @staticmethod
+    def _attend(layer: "DrafterLayer", queries: torch.Tensor, view: torch.Tensor, context: "BlockContext"):
+        """Values [B * N, heads * v_head_dim], merged or to be merged."""
+        config, matrices = layer.self_attn.config, layer.self_attn.value_weights.transpose(1, 2)
+        if context.paths.attention == "cute":
+            reason = ops.attention_parts_refusal(
+                device=queries.device, rows=queries.shape[1], heads=queries.shape[2], kv_lora_rank=config.kv_lora_rank,
+                v_head_dim=config.v_head_dim, dtype=queries.dtype,
+            )  # fmt: skip
+            if reason is None:
+                return layer.attend_parts(queries, view, context, matrices)
+        return layer.attend(queries, view, context, matrices).flatten(0, 1).flatten(1)
 
     def _write_latents_and_absorb(self, layer: "DrafterLayer", made: ops.BetweenOutput, block, view, context) -> torch.Tensor:
         """`DrafterLayer.write_latents_and_query` of rows whose products are made; block: B, N."""

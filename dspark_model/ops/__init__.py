@@ -18,7 +18,13 @@ from dspark_model.ops.between_attentions import (
     between_attentions,
     between_attentions_refusal,
 )
-from dspark_model.ops.block_attention import block_attention, block_attention_refusal
+from dspark_model.ops.block_attention import (
+    AttentionParts,
+    attention_parts,
+    attention_parts_refusal,
+    block_attention,
+    block_attention_refusal,
+)
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.confidence import confidence
 from dspark_model.ops.context_rows import ContextRows, context_rows
@@ -51,6 +57,7 @@ __all__ = [
     "NO_TOKEN",
     "Acceptance",
     "AfterAttention",
+    "AttentionParts",
     "BeforeAttention",
     "BetweenOutput",
     "BetweenSizes",
@@ -75,6 +82,8 @@ __all__ = [
     "accept_exact",
     "between_attentions",
     "between_attentions_refusal",
+    "attention_parts",
+    "attention_parts_refusal",
     "block_attention",
     "block_attention_refusal",
     "block_fixup",

@@ -4,10 +4,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dspark_model.ops.block_attention import AttentionParts
 from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.low_m_linear import low_m_linear
 
 MAX_BETWEEN_ROWS = 16
+MERGE_WORDS = 8 * 4 * MAX_BETWEEN_ROWS  # of a column: of 8 parts of the latents, 4 rows for each row that may be a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,10 @@ class BetweenSizes:
 
 @dataclass(frozen=True, slots=True)
 class BetweenOutput:
-    """h [M, H], behind W_O; gated [M, I], in front of W_down; hidden [M, H], behind the MLP; qkv_a [M, Q + D] and queries
+    """values [M, V], in front of W_O; h [M, H], behind it; gated [M, I], in front of W_down; hidden [M, H], behind the MLP; qkv_a [M, Q + D] and queries
     [M, N] of the next layer, None without one."""
 
+    values: torch.Tensor
     h: torch.Tensor
     gated: torch.Tensor
     hidden: torch.Tensor
@@ -79,6 +82,7 @@ class BetweenWorkspace:
             raise ValueError(f"between_attentions=cute: {reason}; choose torch, which needs no workspace")
         self.sizes = sizes
         facts = [_facts(sizes, MAX_BETWEEN_ROWS, following, device) for following in (False, True)]
+        self.words = torch.zeros(MERGE_WORDS * sizes.values, dtype=torch.int64, device=device)
         self.squares = torch.zeros(max(f.num_squares for f in facts), dtype=torch.float32, device=device)
         self.counters = tuple(torch.zeros(f.num_counters, dtype=torch.int32, device=device) for f in facts)
 
@@ -104,7 +108,7 @@ def _sizes_refusal(sizes: BetweenSizes) -> str | None:
 
 
 def between_attentions(
-    values: torch.Tensor,
+    values: torch.Tensor | AttentionParts,
     residual: torch.Tensor,
     after: AfterAttention,
     before: BeforeAttention | None,
@@ -140,20 +144,24 @@ def between_attentions(
         return _cute(values, residual, after, before, sizes, workspace, early)
     if backend != "torch":
         raise ValueError(f"between_attentions has no backend {backend}; choose torch or cute")
+    if isinstance(values, AttentionParts):
+        raise ValueError("between_attentions=torch takes values, got AttentionParts; choose cute, or call block_attention for them")
     h = low_m_linear(values, after.o, residual=residual)
     gated = low_m_linear(h, after.gate, up_weight=after.up, norm_weight=after.norm.weight, eps=after.norm.eps)
     hidden = low_m_linear(gated, after.down, residual=h)
     if before is None:
-        return BetweenOutput(h, gated, hidden, None, None)
+        return BetweenOutput(values, h, gated, hidden, None, None)
     qkv_a = low_m_linear(hidden, before.qkv_a, norm_weight=before.norm.weight, eps=before.norm.eps)
     q_a = qkv_a[:, : sizes.q_rank]
     queries = low_m_linear(q_a, before.q_b, norm_weight=before.q_norm.weight, eps=before.q_norm.eps)
-    return BetweenOutput(h, gated, hidden, qkv_a, queries)
+    return BetweenOutput(values, h, gated, hidden, qkv_a, queries)
 
 
 def _check(values, residual, after: AfterAttention, before: BeforeAttention | None) -> BetweenSizes:
     """The layers' sizes; of the next layer's those that are there.  Raises ValueError for tensors that do not fit together."""
-    matrices = {"values [M, V]": values, "residual [M, H]": residual, "gate [I, H]": after.gate}
+    matrices = {"residual [M, H]": residual, "gate [I, H]": after.gate}
+    if isinstance(values, torch.Tensor):
+        matrices = {"values [M, V]": values, **matrices}
     if before is not None:
         matrices |= {"qkv_a [Q + D, H]": before.qkv_a, "q_b [N, Q]": before.q_b}
     for name, tensor in matrices.items():
@@ -186,14 +194,14 @@ def _check(values, residual, after: AfterAttention, before: BeforeAttention | No
     return BetweenSizes(hidden, width, inner, q_rank, outer, queries)
 
 
-def _facts(sizes: BetweenSizes, rows: int, following: bool, device: torch.device, *, early: bool = False):
+def _facts(sizes: BetweenSizes, rows: int, following: bool, device: torch.device, *, early: bool = False, attention=None):
     from dspark_kernels.cute.between_attentions_schedule import LANES, Facts
 
     lanes = next(lanes for lanes in LANES if rows <= lanes)
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     return Facts(
         torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-        sizes.queries, following, ctas, early,
+        sizes.queries, following, ctas, early, attention,
     )  # fmt: skip
 
 
@@ -221,6 +229,9 @@ def _cute(
         return torch.empty(rows, width, dtype=values.dtype, device=device)
 
     h, scaled_h, gated, hidden = empty(own.hidden), empty(own.hidden), empty(own.intermediate), empty(own.hidden)
+    unmerged = values.unmerged if isinstance(values, AttentionParts) else None
+    if unmerged is not None:
+        values = empty(own.values)
     weights, epses = [after.o, after.norm.weight, after.gate, after.up, after.down], [after.norm.eps, 0.0, 0.0]
     tensors, qkv_a, queries = [values, residual, h, scaled_h, gated, hidden], None, None
     if following:
@@ -228,6 +239,7 @@ def _cute(
         weights += [before.norm.weight, before.qkv_a, before.q_norm.weight, before.q_b]
         tensors += [empty(own.hidden), qkv_a, empty(own.q_rank), queries]
         epses[1:] = [before.norm.eps, before.q_norm.eps]
-    work = (workspace.squares, workspace.counters[following])
-    launch(_facts(own, rows, following, device, early=early), weights, tensors, work, epses)
-    return BetweenOutput(h, gated, hidden, qkv_a, queries)
+    work = (workspace.words, workspace.squares, workspace.counters[following])
+    facts = _facts(own, rows, following, device, early=early, attention=None if unmerged is None else unmerged.facts)
+    launch(facts, unmerged, weights, tensors, work, epses)
+    return BetweenOutput(values, h, gated, hidden, qkv_a, queries)

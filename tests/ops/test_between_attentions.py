@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from between_kit import layers
 from cute_kit import run_compiling
 from kernel_kit import watched_memory
 from torch.nn.functional import silu
@@ -29,26 +30,7 @@ K3 = BetweenSizes(hidden=7168, values=1024, intermediate=1792, q_rank=1536, widt
 # Fewer boxes than CTAs in every product; and some CTAs with two tiles of one product and none of the next.
 SMALL = BetweenSizes(hidden=128, values=128, intermediate=128, q_rank=128, width=192, queries=64)
 UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, width=128 + 64, queries=17 * 64)
-EPS = {"mlp": 0.5, "attention": 0.125, "queries": 2.0}  # so far apart that no bound holds with another one's
 needs_cute = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
-
-
-def normal(rows: int, depth: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    return (torch.randn(rows, depth) * depth**-0.5).to(device, dtype)
-
-
-def layers(sizes: BetweenSizes, device: str, dtype: torch.dtype) -> tuple[AfterAttention, BeforeAttention]:
-    def norm(size, place):
-        return NormedBy((torch.rand(size) + 0.5).to(device, dtype), EPS[place])
-
-    def weight(rows, depth):
-        return normal(rows, depth, device, dtype)
-
-    s = sizes
-    gate, up = weight(s.intermediate, s.hidden), weight(s.intermediate, s.hidden)
-    after = AfterAttention(weight(s.hidden, s.values), norm(s.hidden, "mlp"), gate, up, weight(s.hidden, s.intermediate))
-    qkv_a, q_b = weight(s.width, s.hidden), weight(s.queries, s.q_rank)
-    return after, BeforeAttention(norm(s.hidden, "attention"), qkv_a, norm(s.q_rank, "queries"), q_b)
 
 
 def inputs(sizes: BetweenSizes, rows: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,7 +177,9 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
             assert product.tiles * product.rows == count
             assert product.boxes * product.columns == depth == product.depth
             assert product.depth % product.x_columns == 0 == product.x_columns % product.columns
-            assert 8 % product.groups == 0 and product.columns // 64 == 8 // product.groups  # a warp's 64 columns of its 16 rows
+            assert (
+                8 % product.groups == 0 and product.columns // 64 == 8 // product.groups
+            )  # a warp's 64 columns of its 16 rows
             assert product.rows // (2 if product.gated else 1) % 16 == 0
             assert facts.squares >= product.tiles or product.name in ("gate_up", "q_b")
 

@@ -13,6 +13,10 @@ from dspark_kernels.cute.between_attentions_device import THREADS, between_atten
 from dspark_kernels.cute.between_attentions_fetch import Maps
 from dspark_kernels.cute.between_attentions_meet import SWIZZLE
 from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, Eps, Facts, Rows, Weights, Workspace
+from dspark_kernels.cute.block_attention import UnmergedAttention, stand_in_merge_arguments
+from dspark_kernels.cute.block_attention_product import Matrices
+from dspark_kernels.cute.block_attention_schedule import CHUNK, Requests
+from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
@@ -31,7 +35,25 @@ def _map(pointer, count, depth: cutlass.Constexpr, rows: cutlass.Constexpr, colu
 
 
 @cute.jit
+def _matrix_map(matrices: Matrices, facts: cutlass.Constexpr):
+    """The map of the heads' matrices, [value_width, latent, heads] values, for boxes of all columns and 64 latents."""
+    a = facts.attention
+    column_stride, head_stride = (cute.assume(s, divby=CHUNK) for s in (matrices.column_stride, matrices.head_stride))
+    tensor = cute.make_tensor(
+        matrices.values,
+        cute.make_layout((a.value_width, (SWIZZLE, a.slices), a.heads), stride=(column_stride, (1, SWIZZLE), head_stride)),
+    )
+    box = cute.make_composed_layout(
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((a.value_width, SWIZZLE), stride=(SWIZZLE, 1))
+    )
+    return Maps(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, (a.value_width, SWIZZLE)))
+
+
+@cute.jit
 def _launch(
+    requests: Requests,
+    parts: Parts,
+    matrices: Matrices,
     weights: Weights,
     rows: Rows,
     work: Workspace,
@@ -56,25 +78,29 @@ def _launch(
         count, height = product.tiles * product.rows // len(sides), product.rows // len(sides)
         weight_maps.append([_map(side, count, product.depth, height, product.columns) for side in sides])
         x_maps.append(_map(x_of[product.name], num_rows, product.depth, f.lanes, product.x_columns))
+    matrix = [_matrix_map(matrices, facts)] if facts.attention is not None else []
     between_attentions_kernel(
-        weight_maps, x_maps, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
+        weight_maps, x_maps, matrix, requests, parts, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
     ).launch(
         grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early, use_pdl=facts.early
     )  # fmt: skip
 
 
-def _arguments(facts: Facts, weights, rows, work, num_rows: int, eps) -> tuple:
-    """In `_launch`'s order, up to the stream.  weights, rows, work: addresses."""
+def _arguments(facts: Facts, merge: tuple, weights, rows, work, num_rows: int, eps) -> tuple:
+    """In `_launch`'s order, up to the stream.  merge: requests, parts and matrices; weights, rows, work: addresses."""
     element = ELEMENTS[facts.dtype]
 
     def pointers(kind, addresses):
         return [make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=16) for address in addresses]
 
-    squares, counters = work
+    words, squares, counters = work
     return (
+        *merge,
         Weights(*pointers(element, weights)),
         Rows(*pointers(element, rows)),
-        Workspace(*pointers(cutlass.Float32, (squares,)), *pointers(cutlass.Int32, (counters,))),
+        Workspace(
+            *pointers(cutlass.Int64, (words,)), *pointers(cutlass.Float32, (squares,)), *pointers(cutlass.Int32, (counters,))
+        ),
         cutlass.Int32(num_rows),
         *map(cutlass.Float32, eps),
     )
@@ -82,7 +108,8 @@ def _arguments(facts: Facts, weights, rows, work, num_rows: int, eps) -> tuple:
 
 def _entry(facts: Facts) -> tuple:
     """`_launch` and stand-ins of its arguments."""
-    arguments = _arguments(facts, (16,) * len(Weights._fields), (16,) * len(Rows._fields), (16,) * 2, 1, (0.0,) * 3)
+    merge, addresses = stand_in_merge_arguments(), ((16,) * len(kind._fields) for kind in (Weights, Rows, Workspace))
+    arguments = _arguments(facts, merge, *addresses, 1, (0.0,) * 3)
     return _launch, (*arguments, make_fake_stream(), facts)
 
 
@@ -93,15 +120,16 @@ def compile_between_attentions(facts: Facts, architecture: str):
 
 def launch(
     facts: Facts,
+    attention: UnmergedAttention | None,
     weights: Sequence[torch.Tensor],
     rows: Sequence[torch.Tensor],
-    work: tuple[torch.Tensor, torch.Tensor],
+    work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     eps: Sequence[float],
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
-    weights, rows: in the order of `Weights` and `Rows`; what belongs to the next layer is left out where none follows; work:
-    squares, counters; eps: of the norms of the MLP, of the next layer's and of its queries.
+    attention: what makes the first of the rows, where `Facts.attention` is its facts; weights, rows: in the order of `Weights` and
+    `Rows`; what belongs to the next layer is left out where none follows; work: words, squares, counters; eps: of the norms of the MLP, of the next layer's and of its queries.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.
@@ -121,5 +149,6 @@ def launch(
     ]
     with torch.cuda.device(device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        arguments = _arguments(facts, *addresses, [tensor.data_ptr() for tensor in work], rows[0].shape[0], eps)
+        merge = stand_in_merge_arguments() if attention is None else attention.merge_arguments
+        arguments = _arguments(facts, merge, *addresses, [tensor.data_ptr() for tensor in work], rows[0].shape[0], eps)
         compile_between_attentions(facts, architecture)(*arguments, stream)

@@ -15,17 +15,26 @@ from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahea
 from dspark_kernels.cute.between_attentions_meet import Shared, allocate, next_tile, set_up, this_launch
 from dspark_kernels.cute.between_attentions_multiply import multiply_tile
 from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
+from dspark_kernels.cute.between_attentions_values import make_values
+from dspark_kernels.cute.block_attention_schedule import Requests
+from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 
 THREADS = (WARPS + 3) * 32
 
 
 @cute.jit
-def _make_tiles(shared: Shared, weights: Weights, rows: Rows, work: Workspace, num_rows, facts: cutlass.Constexpr):
+def _make_tiles(
+    shared: Shared, requests: Requests, parts: Parts, weights: Weights, rows: Rows, work: Workspace, num_rows,
+    facts: cutlass.Constexpr,
+):  # fmt: skip
     """Eight warps: this CTA's tiles of all products."""
     cta, _, _ = cute.arch.block_idx()
-    cute.arch.griddepcontrol_wait()
     launch = this_launch(work, facts)
-    done, x_done, count = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+    before = cutlass.Int32(0)
+    if cutlass.const_expr(facts.attention is not None):
+        before = make_values(shared, requests, parts, rows, work, launch, facts)
+    cute.arch.griddepcontrol_wait()
+    done, x_done, count = before, cutlass.Int32(0), cutlass.Int32(0)
     first = facts.products[0]
     tile = next_tile(shared, count)
     while tile < first.tiles:
@@ -56,6 +65,9 @@ def _make_tiles(shared: Shared, weights: Weights, rows: Rows, work: Workspace, n
 def between_attentions_kernel(
     weight_maps: list[list[Maps]],
     x_maps: list[Maps],
+    matrix: list[Maps],
+    requests: Requests,
+    parts: Parts,
     weights: Weights,
     rows: Rows,
     work: Workspace,
@@ -63,7 +75,8 @@ def between_attentions_kernel(
     eps: Eps,
     facts: cutlass.Constexpr,
 ):
-    """weight_maps, x_maps: of each product, of its one weight or its two, and of its x."""
+    """weight_maps, x_maps: of each product, of its one weight or its two, and of its x; matrix, requests, parts: of the attention,
+    where its parts are merged."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared = allocate(facts)
@@ -71,9 +84,9 @@ def between_attentions_kernel(
         set_up(shared, facts)
     cute.arch.sync_threads()
     if warp < WARPS:
-        _make_tiles(shared, weights, rows, work, num_rows, facts)
+        _make_tiles(shared, requests, parts, weights, rows, work, num_rows, facts)
     elif warp == WARPS:
-        fetch_weights(weight_maps, shared, work, facts)
+        fetch_weights(weight_maps, matrix, requests.batch, shared, work, facts)
     elif warp == WARPS + 1:
         fetch_x(x_maps, shared, work, facts)
     else:

@@ -20,7 +20,16 @@ from dspark_kernels.cute.between_attentions_meet import (
     this_launch,
     wait_for,
 )
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_COLUMNS, X_STAGES, Workspace, first_tile
+from dspark_kernels.cute.between_attentions_schedule import (
+    BOX,
+    ELEMENTS,
+    LINE,
+    X_COLUMNS,
+    X_STAGES,
+    Workspace,
+    first_tile,
+)
+from dspark_kernels.cute.between_attentions_values import num_units, unit_of
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
@@ -56,12 +65,19 @@ def _copy(
 
 
 @cute.jit
-def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """One box of a weight, or half a box of each of two, once there is room; done: boxes before it."""
+def _next_stage(shared: Shared, done, facts: cutlass.Constexpr):
+    """The stage of a box, once there is room, and not too many are under way; done: boxes before it."""
     stage = acquire(shared.empty, done, facts.stages)
     if done >= AHEAD:
         before = done - AHEAD
         cute.arch.mbarrier_wait(shared.landed + before % facts.stages, before // facts.stages % 2)
+    return stage
+
+
+@cute.jit
+def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """One box of a weight, or half a box of each of two, once there is room; done: boxes before it."""
+    stage = _next_stage(shared, done, facts)
     landed, rows = shared.landed + stage, product.rows // len(maps)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * BOX)
@@ -80,10 +96,31 @@ def _ask(work: Workspace, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _fetch_first(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
-    """Of the first product, the CTA's own tile and those that it is the next to ask for; how many boxes."""
+def _fetch_matrix(maps: Maps, shared: Shared, number, done, facts: cutlass.Constexpr):
+    """A unit's part of its head's matrix, as one box; done: boxes before it."""
+    unit, rows = unit_of(number, facts.attention), facts.attention.value_width
+    landed = shared.landed + _next_stage(shared, done, facts)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * rows * SWIZZLE)
+    place = cute.recast_ptr(shared.weights.iterator, cute.make_swizzle(3, 4, 3), dtype=ELEMENTS[facts.dtype])
+    layout = cute.make_layout((rows, SWIZZLE), stride=(SWIZZLE, 1))
+    there = cute.flat_divide(cute.make_tensor(place + done % facts.stages * BOX, layout), (rows, SWIZZLE))
+    here = cute.flat_divide(maps.tensor, (rows, SWIZZLE))
+    to, source = cpasync.tma_partition(
+        maps.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2)
+    )
+    cute.copy(
+        maps.atom, source[None, 0, unit.slice, unit.group.head], to[None, 0, 0], tma_bar_ptr=landed,
+        cache_policy=cutlass.Int64(EVICT_NORMAL),
+    )  # fmt: skip
+
+
+@cute.jit
+def _fetch_first(maps: list[Maps], shared: Shared, work: Workspace, done, facts: cutlass.Constexpr):
+    """Of the first product, the CTA's own tile and those that it is the next to ask for; done: boxes before them, and when it
+    returns with them."""
     product, (cta, _, _) = facts.products[0], cute.arch.block_idx()
-    done, count = cutlass.Int32(0), cutlass.Int32(0)
+    count = cutlass.Int32(0)
     tile, asked = cta, _ask(work, facts)
     while tile < product.tiles:
         give_tile(shared, count, tile)
@@ -101,10 +138,17 @@ def _fetch_first(maps: list[Maps], shared: Shared, work: Workspace, facts: cutla
 
 
 @cute.jit
-def fetch_weights(maps: list[list[Maps]], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
-    """One warp.  maps: of each product, two where it is gated."""
+def fetch_weights(
+    maps: list[list[Maps]], matrix: list[Maps], batch, shared: Shared, work: Workspace, facts: cutlass.Constexpr
+):  # fmt: skip
+    """One warp.  maps: of each product, two where it is gated; matrix: of the heads' matrices, where parts are merged."""
     cta, _, _ = cute.arch.block_idx()
-    done = _fetch_first(maps[0], shared, work, facts)
+    done = cutlass.Int32(0)
+    if cutlass.const_expr(facts.attention is not None):
+        for unit in cutlass.range(cta, num_units(batch, facts.attention), facts.ctas, unroll=1):
+            _fetch_matrix(matrix[0], shared, unit, done, facts)
+            done += 1
+    done = _fetch_first(maps[0], shared, work, done, facts)
     for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
@@ -129,9 +173,11 @@ def _fetch_rows(maps: Maps, shared: Shared, done, product: cutlass.Constexpr, fa
 def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
     """One warp.  maps: of each product."""
     cta, _, _ = cute.arch.block_idx()
-    cute.arch.griddepcontrol_wait()  # the first product's x is there
+    cute.arch.griddepcontrol_wait()  # the first product's x is there, or what it is made of
     launch = this_launch(work, facts)
     done, count = cutlass.Int32(0), cutlass.Int32(0)
+    if cutlass.const_expr(facts.attention is not None):
+        wait_for(work.counters + facts.values_at, launch * facts.ctas, shared.ready)
     cute.arch.fence_proxy("async.global")
     tile = next_tile(shared, count)
     while tile < facts.products[0].tiles:
@@ -142,7 +188,7 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
     for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
         if first_tile(cta, index, facts) < product.tiles:  # a CTA that has none may come when the launch is over, and must not wait for the next one
-            wait_for(work, index - 1, launch * facts.products[index - 1].tiles, shared.ready + index)
+            wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
             cute.arch.fence_proxy("async.global")
         for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             _fetch_rows(maps[index], shared, done, product, facts)

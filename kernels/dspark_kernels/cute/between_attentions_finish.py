@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from dspark_kernels.cute.between_attentions_meet import MULTIPLIERS, WARP, Shared, put
+from dspark_kernels.cute.between_attentions_meet import WARP, Shared, meet, put
 from dspark_kernels.cute.between_attentions_multiply import sum_of
 from dspark_kernels.cute.between_attentions_schedule import (
     ELEMENTS,
@@ -36,12 +36,6 @@ class Loaded(NamedTuple):
 
     residual: cute.Tensor
     norm: cute.Tensor
-
-
-@cute.jit
-def meet():
-    """All warps that multiply."""
-    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=THREADS)
 
 
 @cute.jit

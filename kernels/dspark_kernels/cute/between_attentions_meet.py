@@ -9,11 +9,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, LINE, WARPS, X_COLUMNS, X_STAGES, Workspace
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_COLUMNS, X_STAGES, Workspace
 
 WARP = 32
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
-MULTIPLIERS = 1  # a named barrier
+MULTIPLIERS = 1  # a named barrier, that of `block_attention_merge` too
 QUEUE = 16  # tiles of the first product that a CTA has taken and not multiplied, at most: as many as there are stages, and two
 SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 features, and room against bank conflicts
 
@@ -87,11 +87,10 @@ def next_tile(shared: Shared, count):
 
 
 @cute.jit
-def wait_for(work: Workspace, index: cutlass.Constexpr, wanted, seen_barrier):
-    """Until so many tiles of a product are finished; then what was stored of them is seen, by the other warps when they have
+def wait_for(counter, wanted, seen_barrier):
+    """Until a counter has reached a value; then what was stored before it was raised is seen, by the other warps when they have
     waited for the barrier.  One warp of a CTA: each that looks delays those that finish."""
     if cute.arch.lane_idx() == 0:
-        counter = work.counters + LINE * index
         seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
         while seen - wanted < 0:  # so that they may wrap around
             seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
@@ -114,6 +113,41 @@ def acquire(empty, done, stages: cutlass.Constexpr):
     if done >= stages:
         cute.arch.mbarrier_wait(empty + stage, (done // stages - 1) % 2)
     return stage
+
+
+@cute.jit
+def raise_counter(counter):
+    """One more; who sees it sees what the thread, and those that it met before, have stored."""
+    cute.arch.red(counter, cutlass.Int32(1), op="add", dtype=cutlass.Int32, sem="release", scope="gpu")
+
+
+@cute.jit
+def store_words(words, left, right, tag):
+    """Two neighbouring words, each a value and its tag, which is written and read whole: nobody has to wait for an order."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 one, two; mov.b64 one, {{$r1}, {$r3}}; mov.b64 two, {{$r2}, {$r3}}; "
+        "st.relaxed.gpu.global.v2.b64 [{$r0}], {one, two}; }",
+        read_only_args=[words, left, right, tag],
+    )
+
+
+@cute.jit
+def load_words(words, values, wanted):
+    """The values of two neighbouring words; whether both have the tag."""
+    left, left_tag, right, right_tag = cute.arch.inline_ptx(
+        "{ .reg .b64 one, two; ld.relaxed.gpu.global.v2.b64 {one, two}, [{$r0}]; "
+        "mov.b64 {{$w0}, {$w1}}, one; mov.b64 {{$w2}, {$w3}}, two; }",
+        write_only_types=[cutlass.Float32, cutlass.Int32, cutlass.Float32, cutlass.Int32],
+        read_only_args=[words],
+    )
+    values[0], values[1] = left, right
+    return left_tag == wanted and right_tag == wanted
+
+
+@cute.jit
+def meet():
+    """All warps that multiply."""
+    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=WARPS * WARP)
 
 
 @cute.jit

@@ -44,7 +44,7 @@ def places_of(product: cutlass.Constexpr, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _load_matrices(pointer):
+def load_matrices(pointer):
     """Four blocks of 8 x 8 values: of each a lane has two of a row."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -54,7 +54,7 @@ def _load_matrices(pointer):
 
 
 @cute.jit
-def _multiply(sums, weights, left, right, facts: cutlass.Constexpr):
+def multiply(sums, weights, left, right, facts: cutlass.Constexpr):
     """sums += 16 rows of weights times 8 of x, over 16 columns."""
     name = MULTIPLY.format(kind=KINDS[ELEMENTS[facts.dtype]])
     sums[0], sums[1], sums[2], sums[3] = cute.arch.inline_ptx(
@@ -83,12 +83,12 @@ def multiply_tile(shared: Shared, done, x_done, product: cutlass.Constexpr, fact
         )  # fmt: skip
         for pair in cutlass.range_constexpr(2):  # of 16 columns
             chunk = (pair * 4 + at.x_chunk) ^ at.turn
-            rows = [_load_matrices(own_x + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
+            rows = [load_matrices(own_x + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
             for half in cutlass.range_constexpr(2):
                 chunk = (pair * 4 + half * 2 + at.weights_chunk) ^ at.turn
-                matrices = _load_matrices(own_weights + chunk * 8)
+                matrices = load_matrices(own_weights + chunk * 8)
                 for v in cutlass.range_constexpr(vectors):
-                    _multiply(sums[v], matrices, rows[v][2 * half], rows[v][2 * half + 1], facts)
+                    multiply(sums[v], matrices, rows[v][2 * half], rows[v][2 * half + 1], facts)
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(shared.empty + stage)
             if part == product.x_boxes - 1:

@@ -15,6 +15,8 @@ import cutlass
 import cutlass.cute as cute
 import torch
 
+from dspark_kernels.cute.block_attention_facts import Facts as AttentionFacts
+
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16}
 BOX = 8192  # values of a box
 X_COLUMNS = (512, 256, 128)  # of x that are fetched at once
@@ -83,7 +85,7 @@ class Facts:
 
     lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
     next layer's latents and queries are made; ctas: all of them resident; early: the launch begins beside the kernel before
-    it.
+    it; attention: of that kernel, whose parts are merged first; None: the first product's x is given.
     """
 
     dtype: torch.dtype
@@ -97,6 +99,7 @@ class Facts:
     following: bool
     ctas: int
     early: bool = False
+    attention: AttentionFacts | None = None
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -147,9 +150,14 @@ class Facts:
         return LINE * len(self.products)
 
     @property
+    def values_at(self) -> int:
+        """Place of the counter of CTAs that have made what they make of the first product's x."""
+        return self.asked_at + LINE
+
+    @property
     def launches_at(self) -> int:
         """Place of the counter of launches, the last one."""
-        return self.asked_at + LINE
+        return self.values_at + LINE
 
     @property
     def num_counters(self) -> int:
@@ -207,8 +215,10 @@ class Eps(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """squares: float32 [product, tile, lane].  counters: int32, of finished tiles by product; of tiles of the first product asked
-    for, 0 between launches; of launches.  The others only grow, and wrap around.  `LINE` apart."""
+    """words: int64 [unit, column, UNIT_ROWS], each a float32 and above it the tag of the launch.  squares: float32 [product, tile,
+    lane].  counters: int32, of finished tiles by product; of tiles of the first product asked for, 0 between launches; of CTAs that
+    have made x; of launches.  The others only grow, and wrap around.  `LINE` apart."""
 
+    words: cute.Pointer
     squares: cute.Pointer
     counters: cute.Pointer
