@@ -9,15 +9,12 @@ import torch
 
 from dspark_model import ops
 from dspark_model.low_m import LowMPath
-from dspark_model.ops import AfterAttention, BeforeAttention, BetweenSizes, BetweenWorkspace, NormedBy
+from dspark_model.ops import MAX_BETWEEN_ROWS, AfterAttention, BeforeAttention, BetweenSizes, BetweenWorkspace, NormedBy
 
 if TYPE_CHECKING:
     from dspark_model.config import DrafterConfig
     from dspark_model.layers import RMSNorm
     from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
-
-# With more rows the launches of `low_m` are as fast: with 28 a step at K3's shape takes 695 us, and 702 this way, on an H200.
-MAX_ROWS = 16
 
 # The path of each device that launches early.  Such a launch need not be resident as a whole, and of two that are half each
 # neither would end, so it is one of a process at a time; the others launch cooperatively.
@@ -43,7 +40,7 @@ class PersistentPath(LowMPath):
 
     def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:
         """`LowMPath.layers`."""
-        if x.shape[0] * x.shape[1] > MAX_ROWS:
+        if x.shape[0] * x.shape[1] > MAX_BETWEEN_ROWS:
             return super().layers(layers, x, context)
         views = context.layer_views
         hidden, queries = x.flatten(0, 1), self.write_latents_and_query(layers[0], x, views[0], context)

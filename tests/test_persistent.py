@@ -11,8 +11,7 @@ import torch
 from switch_matrix import make_worker, small_model
 
 from dspark_model import ContextChunk, RuntimeConfig, StepInput, ops
-from dspark_model.ops.between_attentions import _check
-from dspark_model.persistent import MAX_ROWS
+from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, _check
 from dspark_model.serving_config import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel has these steps, in test_switch_matrix")
@@ -58,14 +57,14 @@ def test_layers_are_the_plain_models(calls, requests):
     wanted = first_blocks(model, PLAIN, requests)
     assert not calls
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
-    assert rows <= MAX_ROWS and layers > 1
+    assert rows <= MAX_BETWEEN_ROWS and layers > 1
     assert [(count, follows) for count, follows, _ in calls] == [(rows, True)] * (layers - 1) + [(rows, False)]
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_larger_blocks_are_those_of_low_m(calls):
     model = small_model()
-    requests = MAX_ROWS // model.config.block_rows(7) + 1
+    requests = MAX_BETWEEN_ROWS // model.config.block_rows(7) + 1
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
     assert not calls
     assert torch.equal(ours, first_blocks(model, dataclasses.replace(PLAIN, gemm="low_m"), requests))

@@ -23,7 +23,7 @@ from dspark_kernels.cute.compile import compile_once
 
 @cute.jit
 def _map(pointer, count, depth: cutlass.Constexpr, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
-    """The map of [count, depth] values for boxes of rows x columns, in swizzled halves of 64 columns."""
+    """The map of [count, depth] values for boxes of rows x columns, in swizzled blocks of 64 columns."""
     halves = columns // SWIZZLE
     shape = (count, (SWIZZLE, halves, depth // columns) if halves > 1 else (SWIZZLE, depth // SWIZZLE))
     stride = (depth, (1, SWIZZLE, columns) if halves > 1 else (1, SWIZZLE))

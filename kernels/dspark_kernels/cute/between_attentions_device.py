@@ -1,8 +1,8 @@
 """The kernel of `between_attentions`: weights never stop streaming while the products wait for one another.
 
-In a CTA one warp fetches boxes of weights, of all products one after the other, as far ahead as shared memory allows; one fetches the
-rows of x that meet them, once the product before is finished; one makes 1 / rms of these rows; eight multiply, and finish tiles.  An
-early launch fetches weights while the kernel before it still makes the first product's x.
+In a CTA one warp fetches boxes of weights, of all products one after the other, as far ahead as shared memory allows; one
+fetches the rows of x that meet them, once the product before is finished; one makes 1 / rms of these rows; eight multiply, and
+finish tiles.  An early launch fetches weights while the kernel before it still makes the first product's x.
 
 `facts` is a `Facts` of `between_attentions_schedule`.
 """

@@ -51,7 +51,8 @@ def _copy(
     maps: Maps, shared, at, tile, box, rows: cutlass.Constexpr, columns: cutlass.Constexpr, barrier, policy: cutlass.Constexpr,
     facts: cutlass.Constexpr,
 ):  # fmt: skip
-    """Asks for a box of rows x columns, which goes `at` values behind a stage's first: blocks of 64 columns, one behind the other."""
+    """Asks for a box of rows x columns, which goes `at` values behind the first of `shared`: blocks of 64 columns, one behind
+    the other."""
     place = cute.recast_ptr(shared.iterator, cute.make_swizzle(3, 4, 3), dtype=ELEMENTS[facts.dtype]) + at
     layout = cute.make_layout((rows, (SWIZZLE, columns // SWIZZLE)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
     there = cute.flat_divide(cute.make_tensor(place, layout), (rows, columns))
@@ -187,7 +188,8 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
         tile = next_tile(shared, count)
     for index in cutlass.range_constexpr(1, len(facts.products)):
         product = facts.products[index]
-        if first_tile(cta, index, facts) < product.tiles:  # a CTA that has none may come when the launch is over, and must not wait for the next one
+        # A CTA that has none may come when the launch is over, and must not wait for the next one.
+        if first_tile(cta, index, facts) < product.tiles:
             wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
             cute.arch.fence_proxy("async.global")
         for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
@@ -214,7 +216,8 @@ def _sum_squares(squares, group, tiles: cutlass.Constexpr, lanes: cutlass.Conste
 
 @cute.jit
 def make_rms(shared: Shared, work: Workspace, eps: list, facts: cutlass.Constexpr):
-    """One warp: 1 / rms of the rows of each product that is normed, from the sums of squares of its tiles.  eps: of each product."""
+    """One warp: 1 / rms of the rows of each product that is normed, from the squares that the tiles of the product before left.
+    eps: of each product, None where it is not normed."""
     cta, _, _ = cute.arch.block_idx()
     lane, lanes = cute.arch.lane_idx(), facts.lanes
     for index in cutlass.range_constexpr(1, len(facts.products)):

@@ -167,7 +167,8 @@ def finish_tile(
 
 @cute.jit
 def publish(work: Workspace, launch, count, index: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """So many tiles more of a product are finished.  Once a CTA and product: what it waits for is the stores' way to the memory."""
+    """So many tiles more of a product are finished.  Once a CTA and product: what it waits for is the stores' way to the
+    memory."""
     thread, _, _ = cute.arch.thread_idx()
     counter = work.counters + LINE * index
     if thread == 0 and count > 0:

@@ -1,11 +1,11 @@
 """What the CTAs of `between_attentions` agree on: the products, their tiles, and who makes which.
 
-A weight [N, K] is cut into tiles of 16, 32 or 64 rows over its whole depth, and a tile into boxes of 16 KB.  A CTA makes its tiles
-from their first box to what is stored, so what CTAs tell one another are finished rows only.
+A weight [N, K] is cut into tiles of 16, 32 or 64 rows over its whole depth, and a tile into boxes of 16 KB.  A CTA makes its
+tiles from their first box to what is stored, so what CTAs tell one another are finished rows only.
 
-The tiles of the products belong to CTAs in turn, but of the first product each CTA has one, and takes more of them as long as it has room
-and some are left.  An early launch (`Facts.early`) has CTAs that come when the kernel before it ends; the others have the product's
-weights by then.
+The tiles of the products belong to CTAs in turn, but of the first product each CTA has one, and takes more of them as long as
+it has room and some are left.  An early launch (`Facts.early`) has CTAs that come when the kernel before it ends; the others
+have the product's weights by then.
 """
 
 from dataclasses import dataclass
@@ -72,8 +72,8 @@ class Product:
 
 
 def tile_rows(count: int, depth: int, ctas: int, *, gated: bool) -> int:
-    """Rows of a tile of a weight [count, depth]: so that the CTA with the most has the fewest, and then as many as can be, since each
-    tile takes all of x.  16 rows are of one weight."""
+    """Rows of a tile of a weight [count, depth]: so that the CTA with the most has the fewest, and then as many as can be,
+    since each tile takes all of x.  16 rows are of one weight."""
     sizes = (64, 32) if gated else (64, 32, 16)
     fitting = [rows for rows in sizes if count % rows == 0 and depth % (BOX // rows) == 0]
     return min(fitting, key=lambda rows: -(-(count // rows) // ctas) * rows)
@@ -121,8 +121,8 @@ class Facts:
 
     @property
     def asks(self) -> int:
-        """How often the CTAs of a launch ask for a tile of the first product: for each that is nobody's own, and each CTA once in
-        vain."""
+        """How often the CTAs of a launch ask for a tile of the first product: for each that is nobody's own, and each CTA once
+        in vain."""
         return max(self.products[0].tiles, self.ctas)
 
     @property
@@ -141,7 +141,7 @@ class Facts:
 
     @property
     def stages(self) -> int:
-        """Boxes that are under way in a CTA."""
+        """Boxes that a CTA has room for."""
         return (SHARED_BYTES - (8 << 10) - X_STAGES * self.x_bytes) // (2 * BOX)
 
     @property
@@ -165,8 +165,8 @@ class Facts:
 
 
 def first_tile(cta, index: int, facts: Facts):
-    """The first tile of a CTA, of a product but the first; the next ones follow facts.ctas apart.  Past the last for a CTA that has
-    none: it is among the first of the next product then.  Here and below: ints, or the DSL's integers."""
+    """The first tile of a CTA, of a product but the first; the next ones follow facts.ctas apart.  Past the last for a CTA that
+    has none: it is among the first of the next product then.  Here and below: ints, or the DSL's integers."""
     before = sum(product.tiles for product in facts.products[1:index])
     return (cta + -before % facts.ctas) % facts.ctas
 
