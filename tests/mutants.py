@@ -766,13 +766,6 @@ MUTANTS = (
         needs="cutlass",
     ),
     Mutant(
-        "between_asks_for_tiles_only", "kernels/dspark_kernels/cute/between_attentions_schedule.py",
-        "return max(self.products[0].tiles, self.ctas)",
-        "return self.products[0].tiles",
-        "ops/test_between_attentions.py::test_ctas_take_each_tile_of_the_first_product_once[132-small]",
-        needs="cutlass",
-    ),
-    Mutant(
         "between_all_paths_launch_early", "dspark_model/persistent.py",
         "_EARLY.setdefault(model.device, self) is self",
         "True",

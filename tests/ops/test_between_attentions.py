@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-from random import Random
 
 import pytest
 import torch
@@ -159,7 +158,7 @@ def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 @pytest.mark.parametrize("ctas", [132, 114, 7])
 def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
-    from dspark_kernels.cute.between_attentions_meet import QUEUE, SUM_ROW
+    from dspark_kernels.cute.between_attentions_meet import SUM_ROW
     from dspark_kernels.cute.between_attentions_schedule import BOX, LANES, SHARED_BYTES, WARPS, X_STAGES, first_tile, tiles_of
 
     for lanes, following in itertools.product(LANES, (False, True)):
@@ -167,11 +166,10 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
         counts = [sizes.hidden, 2 * sizes.intermediate, sizes.hidden, sizes.width, sizes.queries]
         depths = [sizes.values, sizes.hidden, sizes.intermediate, sizes.hidden, sizes.q_rank]
         assert [p.name for p in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
-        barriers = 2 * facts.stages + 2 * X_STAGES + QUEUE + 2 * len(facts.products)
-        small = 4 * (WARPS * lanes * SUM_ROW + lanes + QUEUE) + 8 * barriers
+        barriers = 2 * facts.stages + 2 * X_STAGES + 2 * len(facts.products)
+        small = 4 * (WARPS * lanes * SUM_ROW + lanes) + 8 * barriers
         assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + small + 1024 <= SHARED_BYTES  # 1024: to align boxes
-        assert facts.stages + 2 <= QUEUE
-        for index in range(1, len(facts.products)):
+        for index in range(len(facts.products)):
             tiles = [range(first_tile(cta, index, facts), facts.products[index].tiles, ctas) for cta in range(ctas)]
             assert sorted(tile for own in tiles for tile in own) == list(range(facts.products[index].tiles))
             assert [max(0, tiles_of(cta, index, facts)) for cta in range(ctas)] == [len(own) for own in tiles]
@@ -183,35 +181,6 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
             assert 8 % product.groups == 0 and product.columns // 64 == 8 // product.groups
             assert product.rows // (2 if product.gated else 1) % 16 == 0
             assert facts.squares >= product.tiles or product.name in ("gate_up", "q_b")
-
-
-@needs_cute
-@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
-@pytest.mark.parametrize("ctas", [132, 7])
-def test_ctas_take_each_tile_of_the_first_product_once(sizes, ctas):
-    facts = facts_of(sizes, 8, True, ctas)
-    tiles = facts.products[0].tiles
-    # As the fetching warps do it, in a random order: some begin late, and find less.
-    random, asked, taken = Random(0), itertools.count(), []
-    waiting = [(cta, next(asked)) for cta in random.sample(range(ctas), ctas // 2)]
-    late = [cta for cta in range(ctas) if cta not in [early for early, _ in waiting]]
-    vain = 0
-    while waiting or late:
-        if late and (not waiting or random.random() < 0.1):
-            waiting.append((late.pop(), next(asked)))
-            continue
-        tile, answer = waiting.pop(random.randrange(len(waiting)))
-        if tile >= tiles:  # a CTA that had no tile of its own
-            vain += 1
-            continue
-        taken.append(tile)
-        tile = ctas + answer
-        if tile < tiles:
-            waiting.append((tile, next(asked)))
-        else:
-            vain += 1
-    assert sorted(taken) == list(range(tiles))
-    assert vain == ctas and next(asked) == facts.asks
 
 
 COMPILE = r"""

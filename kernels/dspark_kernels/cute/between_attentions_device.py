@@ -12,7 +12,7 @@ import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x, make_rms
 from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, publish
-from dspark_kernels.cute.between_attentions_meet import Shared, allocate, next_tile, set_up, this_launch
+from dspark_kernels.cute.between_attentions_meet import Shared, allocate, set_up, this_launch
 from dspark_kernels.cute.between_attentions_multiply import multiply_tile
 from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
 from dspark_kernels.cute.between_attentions_values import make_values
@@ -34,22 +34,12 @@ def _make_tiles(
     if cutlass.const_expr(facts.attention is not None):
         before = make_values(shared, requests, parts, rows, work, launch, facts)
     cute.arch.griddepcontrol_wait()
-    done, x_done, count = before, cutlass.Int32(0), cutlass.Int32(0)
-    first = facts.products[0]
-    tile = next_tile(shared, count)
-    while tile < first.tiles:
-        loaded = load_ahead(weights, rows, tile, num_rows, 0, facts)
-        multiply_tile(shared, done, x_done, first, facts)
-        finish_tile(shared, rows, work, tile, num_rows, loaded, 0, facts)
-        done += first.boxes
-        x_done += first.depth // first.x_columns
-        count += 1
-        tile = next_tile(shared, count)
-    publish(work, launch, count, 0, facts)
-    for index in cutlass.range_constexpr(1, len(facts.products)):
+    done, x_done = before, cutlass.Int32(0)
+    for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
-        if first_tile(cta, index, facts) < product.tiles:
-            cute.arch.mbarrier_wait(shared.ready + index, 0)
+        if cutlass.const_expr(index > 0):
+            if first_tile(cta, index, facts) < product.tiles:
+                cute.arch.mbarrier_wait(shared.ready + index, 0)
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             loaded = load_ahead(weights, rows, tile, num_rows, index, facts)
             multiply_tile(shared, done, x_done, product, facts)
@@ -57,7 +47,7 @@ def _make_tiles(
                 cute.arch.mbarrier_wait(shared.normed + index, 0)
             finish_tile(shared, rows, work, tile, num_rows, loaded, index, facts)
             done += product.boxes
-            x_done += product.depth // product.x_columns
+            x_done += product.x_fetches
         publish(work, launch, tiles_of(cta, index, facts), index, facts)
 
 
@@ -86,7 +76,7 @@ def between_attentions_kernel(
     if warp < WARPS:
         _make_tiles(shared, requests, parts, weights, rows, work, num_rows, facts)
     elif warp == WARPS:
-        fetch_weights(weight_maps, matrix, requests.batch, shared, work, facts)
+        fetch_weights(weight_maps, matrix, requests.batch, shared, facts)
     elif warp == WARPS + 1:
         fetch_x(x_maps, shared, work, facts)
     else:

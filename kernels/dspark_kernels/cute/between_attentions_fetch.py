@@ -13,10 +13,7 @@ from dspark_kernels.cute.between_attentions_meet import (
     SWIZZLE,
     Shared,
     acquire,
-    give_tile,
-    next_tile,
     pass_on,
-    put,
     this_launch,
     wait_for,
 )
@@ -34,6 +31,8 @@ from dspark_kernels.cute.between_attentions_values import num_units, unit_of
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
 AHEAD = 2
+import os
+AHEAD_OF = dict(zip(("o", "gate_up", "down", "qkv_a", "q_b"), map(int, os.environ.get("KNOB_AHEADS", "22222"))))
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
 SQUARES_IN_FLIGHT = 28
 GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
@@ -66,11 +65,11 @@ def _copy(
 
 
 @cute.jit
-def _next_stage(shared: Shared, done, facts: cutlass.Constexpr):
+def _next_stage(shared: Shared, done, ahead: cutlass.Constexpr, facts: cutlass.Constexpr):
     """The stage of a box, once there is room, and not too many are under way; done: boxes before it."""
     stage = acquire(shared.empty, done, facts.stages)
-    if done >= AHEAD:
-        before = done - AHEAD
+    if done >= ahead:
+        before = done - ahead
         cute.arch.mbarrier_wait(shared.landed + before % facts.stages, before // facts.stages % 2)
     return stage
 
@@ -78,7 +77,7 @@ def _next_stage(shared: Shared, done, facts: cutlass.Constexpr):
 @cute.jit
 def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """One box of a weight, or half a box of each of two, once there is room; done: boxes before it."""
-    stage = _next_stage(shared, done, facts)
+    stage = _next_stage(shared, done, AHEAD_OF[product.name], facts)
     landed, rows = shared.landed + stage, product.rows // len(maps)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * BOX)
@@ -88,19 +87,10 @@ def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutla
 
 
 @cute.jit
-def _ask(work: Workspace, facts: cutlass.Constexpr):
-    """How often the launch's CTAs have asked for a tile before, as the first lane's result."""
-    asked = cutlass.Int32(0)
-    if cute.arch.lane_idx() == 0:
-        asked = cute.arch.atomic_add(work.counters + facts.asked_at, cutlass.Int32(1), sem="relaxed", scope="gpu")
-    return asked
-
-
-@cute.jit
 def _fetch_matrix(maps: Maps, shared: Shared, number, done, facts: cutlass.Constexpr):
     """A unit's part of its head's matrix, as one box; done: boxes before it."""
     unit, rows = unit_of(number, facts.attention), facts.attention.value_width
-    landed = shared.landed + _next_stage(shared, done, facts)
+    landed = shared.landed + _next_stage(shared, done, AHEAD, facts)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * rows * SWIZZLE)
     place = cute.recast_ptr(shared.weights.iterator, cute.make_swizzle(3, 4, 3), dtype=ELEMENTS[facts.dtype])
@@ -117,30 +107,8 @@ def _fetch_matrix(maps: Maps, shared: Shared, number, done, facts: cutlass.Const
 
 
 @cute.jit
-def _fetch_first(maps: list[Maps], shared: Shared, work: Workspace, done, facts: cutlass.Constexpr):
-    """Of the first product, the CTA's own tile and those that it is the next to ask for; done: boxes before them, and when it
-    returns with them."""
-    product, (cta, _, _) = facts.products[0], cute.arch.block_idx()
-    count = cutlass.Int32(0)
-    tile, asked = cta, _ask(work, facts)
-    while tile < product.tiles:
-        give_tile(shared, count, tile)
-        for box in cutlass.range(product.boxes, unroll=1):
-            _fetch_box(maps, shared, tile, box, done, product, facts)
-            done += 1
-        count += 1
-        tile = facts.ctas + cute.arch.shuffle_sync(asked, 0)  # answered while the boxes were fetched
-        if tile < product.tiles:
-            asked = _ask(work, facts)
-    give_tile(shared, count, cutlass.Int32(product.tiles))
-    if cute.arch.shuffle_sync(asked, 0) == facts.asks - 1 and cute.arch.lane_idx() == 0:  # nobody asks again
-        put(work.counters + facts.asked_at, cutlass.Int32(0))
-    return done
-
-
-@cute.jit
 def fetch_weights(
-    maps: list[list[Maps]], matrix: list[Maps], batch, shared: Shared, work: Workspace, facts: cutlass.Constexpr
+    maps: list[list[Maps]], matrix: list[Maps], batch, shared: Shared, facts: cutlass.Constexpr
 ):  # fmt: skip
     """One warp.  maps: of each product, two where it is gated; matrix: of the heads' matrices, where parts are merged."""
     cta, _, _ = cute.arch.block_idx()
@@ -149,8 +117,7 @@ def fetch_weights(
         for unit in cutlass.range(cta, num_units(batch, facts.attention), facts.ctas, unroll=1):
             _fetch_matrix(matrix[0], shared, unit, done, facts)
             done += 1
-    done = _fetch_first(maps[0], shared, work, done, facts)
-    for index in cutlass.range_constexpr(1, len(facts.products)):
+    for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             for box in cutlass.range(product.boxes, unroll=1):
@@ -161,7 +128,7 @@ def fetch_weights(
 @cute.jit
 def _fetch_rows(maps: Maps, shared: Shared, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """x of one tile; done: stages of x before it."""
-    for i in cutlass.range(product.depth // product.x_columns, unroll=1):
+    for i in cutlass.range(product.x_fetches, unroll=1):
         stage = acquire(shared.x_empty, done + i, X_STAGES)
         met = shared.met + stage
         with cute.arch.elect_one():
@@ -175,26 +142,19 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
     """One warp.  maps: of each product."""
     cta, _, _ = cute.arch.block_idx()
     cute.arch.griddepcontrol_wait()  # the first product's x is there, or what it is made of
-    launch = this_launch(work, facts)
-    done, count = cutlass.Int32(0), cutlass.Int32(0)
-    if cutlass.const_expr(facts.attention is not None):
-        wait_for(work.counters + facts.values_at, launch * facts.ctas, shared.ready)
-    cute.arch.fence_proxy("async.global")
-    tile = next_tile(shared, count)
-    while tile < facts.products[0].tiles:
-        _fetch_rows(maps[0], shared, done, facts.products[0], facts)
-        done += facts.products[0].depth // facts.products[0].x_columns
-        count += 1
-        tile = next_tile(shared, count)
-    for index in cutlass.range_constexpr(1, len(facts.products)):
+    launch, done = this_launch(work, facts), cutlass.Int32(0)
+    for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         # A CTA that has none may come when the launch is over, and must not wait for the next one.
         if first_tile(cta, index, facts) < product.tiles:
-            wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
+            if cutlass.const_expr(index > 0):
+                wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
+            elif cutlass.const_expr(facts.attention is not None):
+                wait_for(work.counters + facts.values_at, launch * facts.ctas, shared.ready)
             cute.arch.fence_proxy("async.global")
         for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             _fetch_rows(maps[index], shared, done, product, facts)
-            done += product.depth // product.x_columns
+            done += product.x_fetches
 
 
 @cute.jit

@@ -14,26 +14,22 @@ from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS
 WARP = 32
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
 MULTIPLIERS = 1  # a named barrier, that of `block_attention_merge` too
-QUEUE = 16  # tiles of the first product that a CTA has taken and not multiplied, at most: as many as there are stages, and two
 SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 features, and room against bank conflicts
 
 
 class Shared(NamedTuple):
     """weights [stage, BOX], x [X_STAGES, lanes * 512]; float32: sums [warp, lanes, SUM_ROW], rms [lanes]; mbarriers of each
-    stage: for it to be there, and to be used; tiles: int32, of the first product that the CTA has taken, with an mbarrier for
-    each to be there; mbarriers of each product: for the product before to be finished, and for 1 / rms of its rows to be
-    there."""
+    stage: for it to be there, and to be used; of each product: for the product before to be finished, and for 1 / rms of its rows
+    to be there."""
 
     weights: cute.Tensor
     x: cute.Tensor
     sums: cute.Tensor
     rms: cute.Tensor
-    tiles: cute.Tensor
     landed: cute.Pointer
     empty: cute.Pointer
     met: cute.Pointer
     x_empty: cute.Pointer
-    taken: cute.Pointer
     ready: cute.Pointer
     normed: cute.Pointer
 
@@ -45,10 +41,9 @@ def allocate(facts: cutlass.Constexpr):
     x = allocator.allocate_tensor(dtype, cute.make_layout(X_STAGES * facts.lanes * X_COLUMNS[0]), 1024)
     sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(WARPS * facts.lanes * SUM_ROW), 16)
     rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
-    tiles = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(QUEUE), 16)
     products = len(facts.products)
-    counts = (facts.stages, facts.stages, X_STAGES, X_STAGES, QUEUE, products, products)
-    return Shared(weights, x, sums, rms, tiles, *(allocator.allocate_array(cutlass.Int64, count) for count in counts))
+    counts = (facts.stages, facts.stages, X_STAGES, X_STAGES, products, products)
+    return Shared(weights, x, sums, rms, *(allocator.allocate_array(cutlass.Int64, count) for count in counts))
 
 
 @cute.jit
@@ -57,7 +52,7 @@ def set_up(shared: Shared, facts: cutlass.Constexpr):
     products = len(facts.products)
     kinds = (
         (shared.landed, facts.stages, 1), (shared.empty, facts.stages, WARPS), (shared.met, X_STAGES, 1),
-        (shared.x_empty, X_STAGES, WARPS), (shared.taken, QUEUE, 1), (shared.ready, products, 1), (shared.normed, products, 1),
+        (shared.x_empty, X_STAGES, WARPS), (shared.ready, products, 1), (shared.normed, products, 1),
     )  # fmt: skip
     for barriers, count, arrivals in kinds:
         for i in cutlass.range_constexpr(count):
@@ -69,22 +64,6 @@ def set_up(shared: Shared, facts: cutlass.Constexpr):
 def this_launch(work: Workspace, facts: cutlass.Constexpr):
     """The launches so far and this one."""
     return cute.arch.load(work.counters + facts.launches_at, cutlass.Int32, sem="relaxed", scope="gpu") + 1
-
-
-@cute.jit
-def give_tile(shared: Shared, count, tile):
-    """The CTA's next tile of the first product to the other warps, or a number that is none; count: of those before.  A whole
-    warp."""
-    if cute.arch.lane_idx() == 0:
-        shared.tiles[count % QUEUE] = tile
-        cute.arch.mbarrier_arrive(shared.taken + count % QUEUE)
-
-
-@cute.jit
-def next_tile(shared: Shared, count):
-    """What `give_tile` has given behind so many others."""
-    cute.arch.mbarrier_wait(shared.taken + count % QUEUE, count // QUEUE % 2)
-    return shared.tiles[count % QUEUE]
 
 
 @cute.jit

@@ -89,6 +89,7 @@ def multiply_tile(shared: Shared, done, x_done, product: cutlass.Constexpr, fact
                 matrices = load_matrices(own_weights + chunk * 8)
                 for v in cutlass.range_constexpr(vectors):
                     multiply(sums[v], matrices, rows[v][2 * half], rows[v][2 * half + 1], facts)
+        cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(shared.empty + stage)
             if part == product.x_boxes - 1:

@@ -3,9 +3,7 @@
 A weight [N, K] is cut into tiles of 16, 32 or 64 rows over its whole depth, and a tile into boxes of 16 KB.  A CTA makes its
 tiles from their first box to what is stored, so what CTAs tell one another are finished rows only.
 
-The tiles of the products belong to CTAs in turn, but of the first product each CTA has one, and takes more of them as long as
-it has room and some are left.  An early launch (`Facts.early`) has CTAs that come when the kernel before it ends; the others
-have the product's weights by then.
+The tiles of the products belong to CTAs in turn, all products behind one another.
 """
 
 from dataclasses import dataclass
@@ -61,6 +59,11 @@ class Product:
         return self.x_columns // self.columns
 
     @property
+    def x_fetches(self) -> int:
+        """How often columns of x are fetched for a tile."""
+        return self.depth // self.x_columns
+
+    @property
     def groups(self) -> int:
         """Of 16 rows of a tile."""
         return self.rows // 16
@@ -107,9 +110,8 @@ class Facts:
             rows = tile_rows(count, depth, self.ctas, gated=kind.get("gated", False))
             return Product(name, count // rows, rows, depth, **kind)
 
-        first_rows = 32 if self.values % 256 == 0 else 64  # small ones, as they are dealt out
         own = (
-            Product("o", self.hidden // first_rows, first_rows, self.values),
+            product("o", self.hidden, self.values),
             product("gate_up", 2 * self.intermediate, self.hidden, normed=True, gated=True),
             product("down", self.hidden, self.intermediate),
         )
@@ -118,12 +120,6 @@ class Facts:
             product("q_b", self.queries, self.q_rank, normed=True),
         )
         return own + next_layers if self.following else own
-
-    @property
-    def asks(self) -> int:
-        """How often the CTAs of a launch ask for a tile of the first product: for each that is nobody's own, and each CTA once
-        in vain."""
-        return max(self.products[0].tiles, self.ctas)
 
     @property
     def squares(self) -> int:
@@ -145,14 +141,10 @@ class Facts:
         return (SHARED_BYTES - (8 << 10) - X_STAGES * self.x_bytes) // (2 * BOX)
 
     @property
-    def asked_at(self) -> int:
-        """Place of the counter of tiles asked for, behind those of finished tiles."""
-        return LINE * len(self.products)
-
-    @property
     def values_at(self) -> int:
-        """Place of the counter of CTAs that have made what they make of the first product's x."""
-        return self.asked_at + LINE
+        """Place of the counter of CTAs that have made what they make of the first product's x, behind those of finished
+        tiles."""
+        return LINE * len(self.products)
 
     @property
     def launches_at(self) -> int:
@@ -165,14 +157,14 @@ class Facts:
 
 
 def first_tile(cta, index: int, facts: Facts):
-    """The first tile of a CTA, of a product but the first; the next ones follow facts.ctas apart.  Past the last for a CTA that
+    """The first tile of a CTA, of a product; the next ones follow facts.ctas apart.  Past the last for a CTA that
     has none: it is among the first of the next product then.  Here and below: ints, or the DSL's integers."""
-    before = sum(product.tiles for product in facts.products[1:index])
+    before = sum(product.tiles for product in facts.products[:index])
     return (cta + -before % facts.ctas) % facts.ctas
 
 
 def tiles_of(cta, index: int, facts: Facts):
-    """How many tiles a CTA has, of a product but the first."""
+    """How many tiles of a product a CTA has."""
     return (facts.products[index].tiles - first_tile(cta, index, facts) + facts.ctas - 1) // facts.ctas
 
 
@@ -216,8 +208,7 @@ class Eps(NamedTuple):
 
 class Workspace(NamedTuple):
     """words: int64 [unit, column, UNIT_ROWS], each a float32 and above it the tag of the launch.  squares: float32 [product, tile,
-    lane].  counters: int32, of finished tiles by product; of tiles of the first product asked for, 0 between launches; of CTAs that
-    have made x; of launches.  The others only grow, and wrap around.  `LINE` apart."""
+    lane].  counters: int32, of finished tiles by product; of CTAs that have made x; of launches; they only grow, and wrap around.  `LINE` apart."""
 
     words: cute.Pointer
     squares: cute.Pointer

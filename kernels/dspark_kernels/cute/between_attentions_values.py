@@ -21,14 +21,14 @@ from dspark_kernels.cute.between_attentions_meet import (
     raise_counter,
     store_words,
 )
-from dspark_kernels.cute.between_attentions_multiply import load_matrices, multiply
+from dspark_kernels.cute.between_attentions_multiply import multiply
 from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_STAGES, Rows, Workspace
 from dspark_kernels.cute.block_attention import UNIT_ROWS
 from dspark_kernels.cute.block_attention_checks import values_refusal
 from dspark_kernels.cute.block_attention_merge import Shared as Merging
 from dspark_kernels.cute.block_attention_product import ROW_STRIDE
 from dspark_kernels.cute.block_attention_product import ROWS as MERGED_ROWS
-from dspark_kernels.cute.block_attention_schedule import TILE, Requests
+from dspark_kernels.cute.block_attention_schedule import TILE, Requests, values_at
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 from dspark_kernels.cute.block_attention_values import Group, merge_rows, shared_sizes
 
@@ -95,6 +95,14 @@ def _words_of(work: Workspace, number, feature, row, attention: cutlass.Constexp
 
 
 @cute.jit
+def _words(pointer):
+    """Eight neighbouring values in shared memory, as pairs."""
+    words = cute.make_rmem_tensor(4, cutlass.Int32)
+    cute.autovec_copy(values_at(pointer, 0, pointer.dtype, 8, cute.AddressSpace.smem), cute.recast_tensor(words, pointer.dtype))
+    return words
+
+
+@cute.jit
 def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, tag, facts: cutlass.Constexpr):
     """Leaves a unit's products.  A warp has 16 columns of the matrix; done: boxes before that with the unit's part of it."""
     warp, lane, width = cute.arch.warp_idx(), cute.arch.lane_idx(), facts.attention.value_width
@@ -103,12 +111,15 @@ def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, tag, 
     if warp < width // FEATURES:
         sums = cute.make_rmem_tensor(4, cutlass.Float32)
         sums.fill(0.0)
-        own = shared.weights.iterator + (stage * BOX + (warp * FEATURES + lane % 16) * 64)
-        for pair in cutlass.range_constexpr(2):  # of 16 latents
-            rows = load_matrices(rounded.iterator + (lane % 8 * ROW_STRIDE + (pair * 4 + lane // 8) * 8))
-            for half in cutlass.range_constexpr(2):
-                chunk = (pair * 4 + half * 2 + lane // 16) ^ (lane % 8)
-                multiply(sums, load_matrices(own + chunk * 8), rows[2 * half], rows[2 * half + 1], facts)
+        row, chunk = warp * FEATURES + lane // 4, lane % 4
+        for i in cutlass.range_constexpr(2):  # halves of the latents
+            # In `block_attention_product.multiply`'s order: a lane's four latents of a step are neighbours.
+            at = rounded.iterator + (lane // 4 * ROW_STRIDE + i * 32 + chunk * 8)
+            left, right = (_words(shared.weights.iterator + (stage * BOX + (row + 8 * j) * 64 + ((4 * i + chunk) ^ (lane // 4)) * 8)) for j in range(2))
+            own = _words(at)
+            for h in cutlass.range_constexpr(2):
+                matrix = (left[2 * h], right[2 * h], left[2 * h + 1], right[2 * h + 1])
+                multiply(sums, matrix, own[2 * h], own[2 * h + 1], facts)
         if lane % 4 < UNIT_ROWS // 2:
             for i in cutlass.range_constexpr(2):
                 feature = warp * FEATURES + lane // 4 + 8 * i
@@ -133,8 +144,8 @@ def _add_up(rows: Rows, work: Workspace, unit: Unit, tag, attention: cutlass.Con
                 words = _words_of(work, unit.number - unit.slice + i, feature, row, attention)
                 complete = load_words(words, loaded[i], tag) and complete
         for i in cutlass.range_constexpr(2):
-            total = loaded[0][i]
-            for j in cutlass.range_constexpr(1, slices):
+            total = cutlass.Float32(0.0)
+            for j in cutlass.range_constexpr(slices):
                 total += loaded[j][i]
             block_row = group.first + row + i
             if column < owned and block_row < attention.rows:
