@@ -82,7 +82,8 @@ def _launch(
     between_attentions_kernel(
         weight_maps, x_maps, matrix, requests, parts, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
     ).launch(
-        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early, use_pdl=facts.early
+        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early, use_pdl=facts.early,
+        min_blocks_per_mp=1,
     )  # fmt: skip
 
 

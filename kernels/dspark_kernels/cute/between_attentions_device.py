@@ -12,14 +12,15 @@ import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x, make_rms
 from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, publish
-from dspark_kernels.cute.between_attentions_meet import Shared, allocate, set_up, this_launch
-from dspark_kernels.cute.between_attentions_multiply import multiply_tile
+from dspark_kernels.cute.between_attentions_meet import Shared, allocate, raise_counter, set_up, this_launch
+from dspark_kernels.cute.between_attentions_multiply import hold, multiply_tile
 from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
 from dspark_kernels.cute.between_attentions_values import make_values
 from dspark_kernels.cute.block_attention_schedule import Requests
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 
-THREADS = (WARPS + 3) * 32
+THREADS = (WARPS + 4) * 32  # three more warps, and one so that registers can move between warpgroups
+MULTIPLY_REGISTERS, FETCH_REGISTERS = 216, 80
 
 
 @cute.jit
@@ -29,12 +30,13 @@ def _make_tiles(
 ):  # fmt: skip
     """Eight warps: this CTA's tiles of all products."""
     cta, _, _ = cute.arch.block_idx()
-    launch = this_launch(work, facts)
-    before = cutlass.Int32(0)
+    launch, held = this_launch(work, facts), hold(shared, facts)
+    done, x_done = cutlass.Int32(facts.held if cta < facts.products[0].tiles else 0), cutlass.Int32(0)
     if cutlass.const_expr(facts.attention is not None):
-        before = make_values(shared, requests, parts, rows, work, launch, facts)
+        done = make_values(shared, requests, parts, rows, work, launch, done, facts)
+    elif cute.arch.thread_idx()[0] == 0:
+        raise_counter(work.counters + facts.values_at)  # which the other form counts on
     cute.arch.griddepcontrol_wait()
-    done, x_done = before, cutlass.Int32(0)
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         if cutlass.const_expr(index > 0):
@@ -42,11 +44,11 @@ def _make_tiles(
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             loaded = load_ahead(weights, rows, tile, num_rows, index, facts)
-            multiply_tile(shared, done, x_done, product, facts)
+            multiply_tile(shared, held if index == 0 else None, done, x_done, product, facts)
             if cutlass.const_expr(product.normed):
                 cute.arch.mbarrier_wait(shared.normed + index, 0)
             finish_tile(shared, rows, work, tile, num_rows, loaded, index, facts)
-            done += product.boxes
+            done += product.boxes - (facts.held if index == 0 else 0)
             x_done += product.x_fetches
         publish(work, launch, tiles_of(cta, index, facts), index, facts)
 
@@ -74,10 +76,13 @@ def between_attentions_kernel(
         set_up(shared, facts)
     cute.arch.sync_threads()
     if warp < WARPS:
+        cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
         _make_tiles(shared, requests, parts, weights, rows, work, num_rows, facts)
-    elif warp == WARPS:
-        fetch_weights(weight_maps, matrix, requests.batch, shared, facts)
-    elif warp == WARPS + 1:
-        fetch_x(x_maps, shared, work, facts)
     else:
-        make_rms(shared, work, [None, eps.mlp, None, eps.attention, eps.q_a], facts)
+        cute.arch.setmaxregister_decrease(FETCH_REGISTERS)
+        if warp == WARPS:
+            fetch_weights(weight_maps, matrix, requests.batch, shared, facts)
+        if warp == WARPS + 1:
+            fetch_x(x_maps, shared, work, facts)
+        if warp == WARPS + 2:
+            make_rms(shared, work, [None, eps.mlp, None, eps.attention, eps.q_a], facts)

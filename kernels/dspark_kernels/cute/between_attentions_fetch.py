@@ -32,7 +32,7 @@ from dspark_kernels.cute.between_attentions_values import num_units, unit_of
 # CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
 AHEAD = 2
 import os
-AHEAD_OF = dict(zip(("o", "gate_up", "down", "qkv_a", "q_b"), map(int, os.environ.get("KNOB_AHEADS", "22222"))))
+AHEAD_OF = dict(zip(("o", "gate_up", "down", "qkv_a", "q_b"), map(int, os.environ.get("KNOB_AHEADS", "23222"))))
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
 SQUARES_IN_FLIGHT = 28
 GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
@@ -112,7 +112,11 @@ def fetch_weights(
 ):  # fmt: skip
     """One warp.  maps: of each product, two where it is gated; matrix: of the heads' matrices, where parts are merged."""
     cta, _, _ = cute.arch.block_idx()
-    done = cutlass.Int32(0)
+    first, done = facts.products[0], cutlass.Int32(0)
+    if cta < first.tiles:
+        for box in cutlass.range(facts.held, unroll=1):
+            _fetch_box(maps[0], shared, cta, box, done, first, facts)
+            done += 1
     if cutlass.const_expr(facts.attention is not None):
         for unit in cutlass.range(cta, num_units(batch, facts.attention), facts.ctas, unroll=1):
             _fetch_matrix(matrix[0], shared, unit, done, facts)
@@ -120,7 +124,7 @@ def fetch_weights(
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
-            for box in cutlass.range(product.boxes, unroll=1):
+            for box in cutlass.range(facts.held if index == 0 else 0, product.boxes, unroll=1):
                 _fetch_box(maps[index], shared, tile, box, done, product, facts)
                 done += 1
 

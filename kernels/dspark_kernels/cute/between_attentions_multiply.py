@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from dspark_kernels.cute.between_attentions_meet import SUM_ROW, Shared
+from dspark_kernels.cute.between_attentions_meet import SUM_ROW, Shared, pass_on
 from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_COLUMNS, X_STAGES
 
 MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
@@ -65,35 +65,73 @@ def multiply(sums, weights, left, right, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def multiply_tile(shared: Shared, done, x_done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """A tile's products into shared memory, of each warp its own; done, x_done: boxes of weights and stages of x before it."""
-    at, vectors = places_of(product, facts), facts.lanes // 8
-    sums = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(vectors)]
+def _load_box(shared: Shared, at: Places, done, facts: cutlass.Constexpr):
+    """A warp's part of a box, once that is there, as four pieces of 16 columns; done: boxes before it."""
+    stage = done % facts.stages
+    cute.arch.mbarrier_wait(shared.landed + stage, done // facts.stages % 2)
+    own = shared.weights.iterator + (stage * BOX + at.weights)
+    return [load_matrices(own + ((piece * 2 + at.weights_chunk) ^ at.turn) * 8) for piece in range(4)]
+
+
+@cute.jit
+def _multiply_box(sums, pieces, shared: Shared, at: Places, x_done, box, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """A box of a tile, once its x is there; pieces: the warp's part of it; x_done: stages of x before the tile."""
+    vectors, x_at, part = facts.lanes // 8, x_done + box // product.x_boxes, box % product.x_boxes
+    x_stage = x_at % X_STAGES
+    cute.arch.mbarrier_wait(shared.met + x_stage, x_at // X_STAGES % 2)
+    own = shared.x.iterator + (x_stage * facts.lanes * X_COLUMNS[0] + part * product.columns * facts.lanes + at.x)
+    for pair in cutlass.range_constexpr(2):
+        chunk = (pair * 4 + at.x_chunk) ^ at.turn
+        rows = [load_matrices(own + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
+        for half in cutlass.range_constexpr(2):
+            for v in cutlass.range_constexpr(vectors):
+                multiply(sums[v], pieces[2 * pair + half], rows[v][2 * half], rows[v][2 * half + 1], facts)
+
+
+@cute.jit
+def _give_back(shared: Shared, done, x_done, box, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """The x of a box, if that was the last that it meets; and the stage of a box in shared memory."""
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        if cutlass.const_expr(done is not None):
+            cute.arch.mbarrier_arrive(shared.empty + done % facts.stages)
+        if box % product.x_boxes == product.x_boxes - 1:
+            cute.arch.mbarrier_arrive(shared.x_empty + (x_done + box // product.x_boxes) % X_STAGES)
+
+
+@cute.jit
+def hold(shared: Shared, facts: cutlass.Constexpr):
+    """The first boxes of this CTA's tile of the first product, in registers: so there is room for others before their x is there.
+    As many as `Facts.held` says; what that is of a CTA without a tile is not set."""
+    cta, _, _ = cute.arch.block_idx()
+    held = cute.make_rmem_tensor(max(1, facts.held) * 16, cutlass.Int32)
+    if cta < facts.products[0].tiles:
+        at = places_of(facts.products[0], facts)
+        for box in cutlass.range_constexpr(facts.held):
+            pieces = _load_box(shared, at, cutlass.Int32(box), facts)
+            for i in cutlass.range_constexpr(16):
+                held[box * 16 + i] = pieces[i // 4][i % 4]
+            pass_on(shared.empty + box)
+    return held
+
+
+@cute.jit
+def multiply_tile(shared: Shared, held, done, x_done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """A tile's products into shared memory, of each warp its own; held: its first boxes, of `hold`, or None; done, x_done: boxes in
+    shared memory and stages of x before the tile."""
+    at, first = places_of(product, facts), facts.held if held is not None else 0
+    sums = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(facts.lanes // 8)]
     for total in sums:
         total.fill(0.0)
-    for i in cutlass.range(product.boxes, unroll=UNROLL):
-        stage, phase = (done + i) % facts.stages, (done + i) // facts.stages % 2
-        x_at, part = x_done + i // product.x_boxes, i % product.x_boxes
-        x_stage = x_at % X_STAGES
-        cute.arch.mbarrier_wait(shared.landed + stage, phase)
-        cute.arch.mbarrier_wait(shared.met + x_stage, x_at // X_STAGES % 2)
-        own_weights = shared.weights.iterator + (stage * BOX + at.weights)
-        own_x = shared.x.iterator + (
-            x_stage * facts.lanes * X_COLUMNS[0] + part * product.columns * facts.lanes + at.x
+    for box in cutlass.range_constexpr(first):
+        own = [[held[box * 16 + piece * 4 + i] for i in range(4)] for piece in range(4)]
+        _multiply_box(sums, own, shared, at, x_done, box, product, facts)
+        _give_back(shared, None, x_done, box, product, facts)
+    for box in cutlass.range(first, product.boxes, unroll=UNROLL):
+        _multiply_box(
+            sums, _load_box(shared, at, done + box - first, facts), shared, at, x_done, box, product, facts
         )  # fmt: skip
-        for pair in cutlass.range_constexpr(2):  # of 16 columns
-            chunk = (pair * 4 + at.x_chunk) ^ at.turn
-            rows = [load_matrices(own_x + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
-            for half in cutlass.range_constexpr(2):
-                chunk = (pair * 4 + half * 2 + at.weights_chunk) ^ at.turn
-                matrices = load_matrices(own_weights + chunk * 8)
-                for v in cutlass.range_constexpr(vectors):
-                    multiply(sums[v], matrices, rows[v][2 * half], rows[v][2 * half + 1], facts)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(shared.empty + stage)
-            if part == product.x_boxes - 1:
-                cute.arch.mbarrier_arrive(shared.x_empty + x_stage)
+        _give_back(shared, done + box - first, x_done, box, product, facts)
     _store_sums(shared, sums, facts)
 
 

@@ -23,6 +23,8 @@ WARPS = 8  # that multiply: each has 16 rows and 64 columns of a box
 LINE = 32  # int32 from one counter to the next: in one line of L2 they would delay one another
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 X_STAGES = 4
+import os
+HELD = int(os.environ.get("KNOB_HELD", "5"))  # boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,12 @@ class Facts:
             product("q_b", self.queries, self.q_rank, normed=True),
         )
         return own + next_layers if self.following else own
+
+    @property
+    def held(self) -> int:
+        """Boxes of a CTA's tile of the first product that wait in registers for their x, if no CTA has two tiles."""
+        first = self.products[0]
+        return min(HELD, first.boxes) if first.tiles <= self.ctas else 0
 
     @property
     def squares(self) -> int:

@@ -155,12 +155,12 @@ def _add_up(rows: Rows, work: Workspace, unit: Unit, tag, attention: cutlass.Con
 
 @cute.jit
 def make_values(
-    shared: Shared, requests: Requests, parts: Parts, rows: Rows, work: Workspace, launch, facts: cutlass.Constexpr
+    shared: Shared, requests: Requests, parts: Parts, rows: Rows, work: Workspace, launch, done, facts: cutlass.Constexpr
 ):  # fmt: skip
-    """Eight warps: this CTA's units, once the attention has ended; how many."""
+    """Eight warps: this CTA's units, once the attention has ended; done: boxes before theirs, and when it returns with them."""
     attention, tag = facts.attention, launch * 2 + facts.following
     cta, _, _ = cute.arch.block_idx()
-    units, done = num_units(requests.batch, attention), cutlass.Int32(0)
+    units = num_units(requests.batch, attention)
     merging, rounded = _merging(shared, facts)
     for number in cutlass.range(cta, units, facts.ctas, unroll=1):
         unit = unit_of(number, attention)
