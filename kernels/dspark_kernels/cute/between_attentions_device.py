@@ -20,7 +20,7 @@ from dspark_kernels.cute.block_attention_schedule import Requests
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 
 THREADS = (WARPS + 4) * 32  # three more warps, and one so that registers can move between warpgroups
-MULTIPLY_REGISTERS, FETCH_REGISTERS = 216, 80
+MULTIPLY_REGISTERS, FETCH_REGISTERS = 216, 72  # together those of the launch, 168 a thread
 
 
 @cute.jit
@@ -31,7 +31,9 @@ def _make_tiles(
     """Eight warps: this CTA's tiles of all products."""
     cta, _, _ = cute.arch.block_idx()
     launch, held = this_launch(work, facts), hold(shared, facts)
-    done, x_done = cutlass.Int32(facts.held if cta < facts.products[0].tiles else 0), cutlass.Int32(0)
+    done, x_done = cutlass.Int32(0), cutlass.Int32(0)
+    if cta < facts.products[0].tiles:
+        done = cutlass.Int32(facts.held)
     if cutlass.const_expr(facts.attention is not None):
         done = make_values(shared, requests, parts, rows, work, launch, done, facts)
     elif cute.arch.thread_idx()[0] == 0:
