@@ -12,14 +12,14 @@ import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x, make_rms
 from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, publish
-from dspark_kernels.cute.between_attentions_meet import Shared, allocate, raise_counter, set_up, this_launch
+from dspark_kernels.cute.between_attentions_meet import Shared, allocate, set_up, this_launch
 from dspark_kernels.cute.between_attentions_multiply import hold, multiply_tile
 from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
-from dspark_kernels.cute.between_attentions_values import make_values
+from dspark_kernels.cute.between_attentions_values import add_units, multiply_units
 from dspark_kernels.cute.block_attention_schedule import Requests
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 
-THREADS = (WARPS + 4) * 32  # three more warps, and one so that registers can move between warpgroups
+THREADS = (WARPS + 4) * 32
 MULTIPLY_REGISTERS, FETCH_REGISTERS = 216, 72  # together those of the launch, 168 a thread
 
 
@@ -30,14 +30,11 @@ def _make_tiles(
 ):  # fmt: skip
     """Eight warps: this CTA's tiles of all products."""
     cta, _, _ = cute.arch.block_idx()
-    launch, held = this_launch(work, facts), hold(shared, facts)
+    launch = this_launch(work, facts)
     done, x_done = cutlass.Int32(0), cutlass.Int32(0)
-    if cta < facts.products[0].tiles:
-        done = cutlass.Int32(facts.held)
     if cutlass.const_expr(facts.attention is not None):
-        done = make_values(shared, requests, parts, rows, work, launch, done, facts)
-    elif cute.arch.thread_idx()[0] == 0:
-        raise_counter(work.counters + facts.values_at)  # which the other form counts on
+        done = multiply_units(shared, requests, parts, work, launch, facts)
+    held = hold(shared, done, facts)
     cute.arch.griddepcontrol_wait()
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
@@ -50,7 +47,7 @@ def _make_tiles(
             if cutlass.const_expr(product.normed):
                 cute.arch.mbarrier_wait(shared.normed + index, 0)
             finish_tile(shared, rows, work, tile, num_rows, loaded, index, facts)
-            done += product.boxes - (facts.held if index == 0 else 0)
+            done += product.boxes
             x_done += product.x_fetches
         publish(work, launch, tiles_of(cta, index, facts), index, facts)
 
@@ -88,3 +85,5 @@ def between_attentions_kernel(
             fetch_x(x_maps, shared, work, facts)
         if warp == WARPS + 2:
             make_rms(shared, work, [None, eps.mlp, None, eps.attention, eps.q_a], facts)
+        if warp == WARPS + 3:
+            add_units(shared, requests.batch, rows, work, facts)

@@ -112,11 +112,7 @@ def fetch_weights(
 ):  # fmt: skip
     """One warp.  maps: of each product, two where it is gated; matrix: of the heads' matrices, where parts are merged."""
     cta, _, _ = cute.arch.block_idx()
-    first, done = facts.products[0], cutlass.Int32(0)
-    if cta < first.tiles:
-        for box in cutlass.range(facts.held, unroll=1):
-            _fetch_box(maps[0], shared, cta, box, done, first, facts)
-            done += 1
+    done = cutlass.Int32(0)
     if cutlass.const_expr(facts.attention is not None):
         for unit in cutlass.range(cta, num_units(batch, facts.attention), facts.ctas, unroll=1):
             _fetch_matrix(matrix[0], shared, unit, done, facts)
@@ -124,7 +120,7 @@ def fetch_weights(
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
-            for box in cutlass.range(facts.held if index == 0 else 0, product.boxes, unroll=1):
+            for box in cutlass.range(product.boxes, unroll=1):
                 _fetch_box(maps[index], shared, tile, box, done, product, facts)
                 done += 1
 

@@ -100,25 +100,25 @@ def _give_back(shared: Shared, done, x_done, box, product: cutlass.Constexpr, fa
 
 
 @cute.jit
-def hold(shared: Shared, facts: cutlass.Constexpr):
-    """The first boxes of this CTA's tile of the first product, in registers: so there is room for others before their x is there.
-    As many as `Facts.held` says; what that is of a CTA without a tile is not set."""
+def hold(shared: Shared, done, facts: cutlass.Constexpr):
+    """The first boxes of this CTA's tile of the first product, in registers: so others have room while these wait for their x.  As
+    many as `Facts.held` says; what that is of a CTA without a tile is not set.  done: boxes before the tile."""
     cta, _, _ = cute.arch.block_idx()
     held = cute.make_rmem_tensor(max(1, facts.held) * 16, cutlass.Int32)
     if cta < facts.products[0].tiles:
         at = places_of(facts.products[0], facts)
         for box in cutlass.range_constexpr(facts.held):
-            pieces = _load_box(shared, at, cutlass.Int32(box), facts)
+            pieces = _load_box(shared, at, done + box, facts)
             for i in cutlass.range_constexpr(16):
                 held[box * 16 + i] = pieces[i // 4][i % 4]
-            pass_on(shared.empty + box)
+            pass_on(shared.empty + (done + box) % facts.stages)
     return held
 
 
 @cute.jit
 def multiply_tile(shared: Shared, held, done, x_done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """A tile's products into shared memory, of each warp its own; held: its first boxes, of `hold`, or None; done, x_done: boxes in
-    shared memory and stages of x before the tile."""
+    """A tile's products into shared memory, of each warp its own; held: its first boxes, of `hold`, or None; done, x_done: boxes
+    and stages of x before the tile."""
     at, first = places_of(product, facts), facts.held if held is not None else 0
     sums = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(facts.lanes // 8)]
     for total in sums:
@@ -128,10 +128,8 @@ def multiply_tile(shared: Shared, held, done, x_done, product: cutlass.Constexpr
         _multiply_box(sums, own, shared, at, x_done, box, product, facts)
         _give_back(shared, None, x_done, box, product, facts)
     for box in cutlass.range(first, product.boxes, unroll=UNROLL):
-        _multiply_box(
-            sums, _load_box(shared, at, done + box - first, facts), shared, at, x_done, box, product, facts
-        )  # fmt: skip
-        _give_back(shared, done + box - first, x_done, box, product, facts)
+        _multiply_box(sums, _load_box(shared, at, done + box, facts), shared, at, x_done, box, product, facts)
+        _give_back(shared, done + box, x_done, box, product, facts)
     _store_sums(shared, sums, facts)
 
 

@@ -24,7 +24,7 @@ LINE = 32  # int32 from one counter to the next: in one line of L2 they would de
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 X_STAGES = 4
 import os
-HELD = int(os.environ.get("KNOB_HELD", "5"))  # boxes
+HELD = int(os.environ.get("KNOB_HELD", "8"))  # boxes
 
 
 @dataclass(frozen=True, slots=True)

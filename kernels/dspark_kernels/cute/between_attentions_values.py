@@ -20,6 +20,7 @@ from dspark_kernels.cute.between_attentions_meet import (
     pass_on,
     raise_counter,
     store_words,
+    this_launch,
 )
 from dspark_kernels.cute.between_attentions_multiply import multiply
 from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_STAGES, Rows, Workspace
@@ -88,6 +89,12 @@ def _merging(shared: Shared, facts: cutlass.Constexpr):
     return Merging(*tensors), cute.make_tensor(rounded, cute.make_layout(MERGED_ROWS * ROW_STRIDE))
 
 
+def tag(launch, facts):
+    """What marks a launch's words, of all that lie in a workspace; launch: counts from 1 in each of the two forms.  int32, so that
+    a form's tags return after 2**31 launches."""
+    return launch * 2 + facts.following
+
+
 @cute.jit
 def _words_of(work: Workspace, number, feature, row, attention: cutlass.Constexpr):
     """The words of two neighbouring rows of a unit, of one column of its matrix."""
@@ -103,7 +110,7 @@ def _words(pointer):
 
 
 @cute.jit
-def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, tag, facts: cutlass.Constexpr):
+def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, own_tag, facts: cutlass.Constexpr):
     """Leaves a unit's products.  A warp has 16 columns of the matrix; done: boxes before that with the unit's part of it."""
     warp, lane, width = cute.arch.warp_idx(), cute.arch.lane_idx(), facts.attention.value_width
     stage, phase = done % facts.stages, done // facts.stages % 2
@@ -124,12 +131,12 @@ def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, tag, 
             for i in cutlass.range_constexpr(2):
                 feature = warp * FEATURES + lane // 4 + 8 * i
                 words = _words_of(work, number, feature, lane % 4 * 2, facts.attention)
-                store_words(words, sums[2 * i], sums[2 * i + 1], tag)
+                store_words(words, sums[2 * i], sums[2 * i + 1], own_tag)
     pass_on(shared.empty + stage)
 
 
 @cute.jit
-def _add_up(rows: Rows, work: Workspace, unit: Unit, tag, attention: cutlass.Constexpr):
+def _add_up(rows: Rows, work: Workspace, unit: Unit, own_tag, attention: cutlass.Constexpr):
     """One warp: x of the columns that a unit adds up, as soon as the products of all latents are there."""
     lane, group, slices = cute.arch.lane_idx(), unit.group, attention.slices
     owned = attention.value_width // slices
@@ -142,7 +149,7 @@ def _add_up(rows: Rows, work: Workspace, unit: Unit, tag, attention: cutlass.Con
             complete = cutlass.Boolean(True)
             for i in cutlass.range_constexpr(slices):
                 words = _words_of(work, unit.number - unit.slice + i, feature, row, attention)
-                complete = load_words(words, loaded[i], tag) and complete
+                complete = load_words(words, loaded[i], own_tag) and complete
         for i in cutlass.range_constexpr(2):
             total = cutlass.Float32(0.0)
             for j in cutlass.range_constexpr(slices):
@@ -154,25 +161,34 @@ def _add_up(rows: Rows, work: Workspace, unit: Unit, tag, attention: cutlass.Con
 
 
 @cute.jit
-def make_values(
-    shared: Shared, requests: Requests, parts: Parts, rows: Rows, work: Workspace, launch, done, facts: cutlass.Constexpr
+def multiply_units(
+    shared: Shared, requests: Requests, parts: Parts, work: Workspace, launch, facts: cutlass.Constexpr
 ):  # fmt: skip
-    """Eight warps: this CTA's units, once the attention has ended; done: boxes before theirs, and when it returns with them."""
-    attention, tag = facts.attention, launch * 2 + facts.following
+    """Eight warps: the products of this CTA's units, once the attention has ended; how many units."""
     cta, _, _ = cute.arch.block_idx()
-    units = num_units(requests.batch, attention)
+    units, done = num_units(requests.batch, facts.attention), cutlass.Int32(0)
     merging, rounded = _merging(shared, facts)
     for number in cutlass.range(cta, units, facts.ctas, unroll=1):
-        unit = unit_of(number, attention)
-        merge_rows(rounded, merging, requests, parts, unit.group, unit.slice, attention)
-        _multiply_unit(shared, rounded, work, number, done, tag, facts)
+        unit = unit_of(number, facts.attention)
+        merge_rows(rounded, merging, requests, parts, unit.group, unit.slice, facts.attention)
+        _multiply_unit(shared, rounded, work, number, done, tag(launch, facts), facts)
         meet()  # the next unit's rows have the same place
         done += 1
-    if cute.arch.warp_idx() == 0:
-        for number in cutlass.range(cta, units, facts.ctas, unroll=1):
-            _add_up(rows, work, unit_of(number, attention), tag, attention)
+    pass_on(shared.multiplied)
+    return done
+
+
+@cute.jit
+def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass.Constexpr):
+    """One warp: the sums of this CTA's units; tells the other CTAs, without parts to be merged too, since they count on it."""
+    cta, _, _ = cute.arch.block_idx()
+    if cutlass.const_expr(facts.attention is not None):
+        launch = this_launch(work, facts)
+        # The other CTAs are about as far: from here on it pays to look for their products.
+        cute.arch.mbarrier_wait(shared.multiplied, 0)
+        for number in cutlass.range(cta, num_units(batch, facts.attention), facts.ctas, unroll=1):
+            _add_up(rows, work, unit_of(number, facts.attention), tag(launch, facts), facts.attention)
         cute.arch.fence_proxy("async.global")  # x is fetched by TMA
         cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            raise_counter(work.counters + facts.values_at)
-    return done
+    if cute.arch.lane_idx() == 0:
+        raise_counter(work.counters + facts.values_at)
