@@ -57,8 +57,8 @@ class BetweenSizes:
 
 @dataclass(frozen=True, slots=True)
 class BetweenOutput:
-    """values [M, V], in front of W_O; h [M, H], behind it; gated [M, I], in front of W_down; hidden [M, H], behind the MLP; qkv_a [M, Q + D] and queries
-    [M, N] of the next layer, None without one."""
+    """values [M, V], in front of W_O; h [M, H], behind it; gated [M, I], in front of W_down; hidden [M, H], behind the MLP;
+    qkv_a [M, Q + D] and queries [M, N] of the next layer, None without one."""
 
     values: torch.Tensor
     h: torch.Tensor
@@ -147,7 +147,9 @@ def between_attentions(
     if backend != "torch":
         raise ValueError(f"between_attentions has no backend {backend}; choose torch or cute")
     if isinstance(values, AttentionParts):
-        raise ValueError("between_attentions=torch takes values, got AttentionParts; choose cute, or call block_attention for them")
+        raise ValueError(
+            "between_attentions=torch takes values, got AttentionParts; choose cute, or call block_attention for them"
+        )
     h = low_m_linear(values, after.o, residual=residual)
     gated = low_m_linear(h, after.gate, up_weight=after.up, norm_weight=after.norm.weight, eps=after.norm.eps)
     hidden = low_m_linear(gated, after.down, residual=h)

@@ -215,8 +215,10 @@ def block_attention(
 
 @dataclass(frozen=True, slots=True)
 class AttentionParts:
-    """An attention of the backend `cute` that has not been merged: what `between_attentions` takes instead of its values, [B * N,
-    heads * v_head_dim] in dtype on device."""
+    """An attention of the backend `cute` that has not been merged: what `between_attentions` takes instead of its values.
+
+    shape, dtype, device: of the values, [B * N, heads * v_head_dim].
+    """
 
     shape: tuple[int, int]
     dtype: torch.dtype

@@ -159,16 +159,26 @@ def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
 @pytest.mark.parametrize("ctas", [132, 114, 7])
 def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
     from dspark_kernels.cute.between_attentions_meet import SUM_ROW
-    from dspark_kernels.cute.between_attentions_schedule import BOX, LANES, SHARED_BYTES, WARPS, X_STAGES, first_tile, tiles_of
+    from dspark_kernels.cute.between_attentions_schedule import (
+        BOX,
+        LANES,
+        SHARED_BYTES,
+        SMALL_BYTES,
+        WARPS,
+        X_STAGES,
+        first_tile,
+        tiles_of,
+    )
 
     for lanes, following in itertools.product(LANES, (False, True)):
         facts = facts_of(sizes, lanes, following, ctas)
         counts = [sizes.hidden, 2 * sizes.intermediate, sizes.hidden, sizes.width, sizes.queries]
         depths = [sizes.values, sizes.hidden, sizes.intermediate, sizes.hidden, sizes.q_rank]
         assert [p.name for p in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
-        barriers = 2 * facts.stages + 2 * X_STAGES + 2 * len(facts.products)
+        barriers = 2 * facts.stages + 2 * X_STAGES + 2 * len(facts.products) + 1
         small = 4 * (WARPS * lanes * SUM_ROW + lanes) + 8 * barriers
-        assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + small + 1024 <= SHARED_BYTES  # 1024: to align boxes
+        assert small + 1024 <= SMALL_BYTES  # 1024: to align boxes
+        assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + SMALL_BYTES <= SHARED_BYTES
         for index in range(len(facts.products)):
             tiles = [range(first_tile(cta, index, facts), facts.products[index].tiles, ctas) for cta in range(ctas)]
             assert sorted(tile for own in tiles for tile in own) == list(range(facts.products[index].tiles))
@@ -188,10 +198,14 @@ import json, re
 import torch
 from dspark_kernels.cute.between_attentions import compile_between_attentions
 from dspark_kernels.cute.between_attentions_schedule import Facts
+from dspark_kernels.cute.block_attention_facts import Facts as AttentionFacts
 
+attention = AttentionFacts(
+    torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4, merging_warps=8, merged=False
+)
 results = []
-for lanes, following in ((8, True), (16, False)):
-    facts = Facts(torch.bfloat16, lanes, 7168, 1024, 1792, 1536, 576, 1536, following, 132)
+for lanes, following, merged in ((8, True, None), (16, False, None), (8, False, attention)):
+    facts = Facts(torch.bfloat16, lanes, 7168, 1024, 1792, 1536, 576, 1536, following, 132, attention=merged)
     ptx = compile_between_attentions(facts, "sm_90a").__ptx__
     results.append(
         {
@@ -210,12 +224,15 @@ print(json.dumps(results))
 def test_compiles_to_mma_without_a_gpu(tmp_path):
     done = run_compiling(COMPILE, tmp_path)
     assert done.returncode == 0, done.stderr
-    for result, products in zip(json.loads(done.stdout.splitlines()[-1]), (5 * 2 * 4, 3 * 2 * 8), strict=True):
-        # A warp has 16 rows and 64 columns of a box: 4 instructions for 8 rows of x, 8 for 16.  Each product's loop over boxes
-        # has its body twice and nothing behind it: the last of q_b's three boxes leaves it in the middle.
+    # A warp has 16 rows and 64 columns of a box: 4 instructions for 8 rows of x, 8 for 16.  The eight boxes of the first
+    # product wait in registers; each other product's loop over boxes has its body twice and nothing behind it: the last of q_b's three
+    # boxes leaves it in the middle.  A unit of an attention that is merged takes 4 steps.
+    wanted = ((4 * (8 + 4 * 2), 2), (8 * (8 + 2 * 2), 2), (4 * (8 + 2 * 2) + 4, 3))
+    for result, (products, waits) in zip(json.loads(done.stdout.splitlines()[-1]), wanted, strict=True):
         assert (result["target"], result["products"]) == ("sm_90a", products)
-        # The warp that fetches x and those that finish tiles wait for the kernel before; the one that fetches weights does not.
-        assert result["waits"] == 2
+        # The warp that fetches x and those that finish tiles wait for the kernel before, and those that merge; the one that
+        # fetches weights does not.
+        assert result["waits"] == waits
         assert not result["arrays_in_memory"]
         # What other CTAs write during the launch must not be read through the cache for constants.
         assert not result["cached_weights"]
@@ -341,8 +358,8 @@ def test_counters_wrap_around():
     workspace, given = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
     wanted = cute(given, after, before, workspace)
     launches = 2**31 - 2
-    counts = workspace.counters[1].tolist()  # each finished tile once
-    assert counts[-1] == 1 and sum(count > 0 for count in counts) == 6
+    counts = workspace.counters[1].tolist()  # each finished tile once, and each CTA
+    assert counts[-1] == 1 and sum(count > 0 for count in counts) == 7
     workspace.counters[1].copy_(torch.tensor([(launches * count + 2**31) % 2**32 - 2**31 for count in counts]))
     for _ in range(5):
         made = cute(given, after, before, workspace)

@@ -24,13 +24,12 @@ from dspark_kernels.cute.compile import compile_once
 @cute.jit
 def _map(pointer, count, depth: cutlass.Constexpr, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
     """The map of [count, depth] values for boxes of rows x columns, in swizzled blocks of 64 columns."""
-    halves = columns // SWIZZLE
-    shape = (count, (SWIZZLE, halves, depth // columns) if halves > 1 else (SWIZZLE, depth // SWIZZLE))
-    stride = (depth, (1, SWIZZLE, columns) if halves > 1 else (1, SWIZZLE))
+    blocks = columns // SWIZZLE
+    layout = cute.make_layout((count, (SWIZZLE, blocks, depth // columns)), stride=(depth, (1, SWIZZLE, columns)))
     box = cute.make_composed_layout(
-        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, (SWIZZLE, halves)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
+        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, (SWIZZLE, blocks)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
     )
-    tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+    tensor = cute.make_tensor(pointer, layout)
     return Maps(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, (rows, columns)))
 
 
@@ -129,8 +128,9 @@ def launch(
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
-    attention: what makes the first of the rows, where `Facts.attention` is its facts; weights, rows: in the order of `Weights` and
-    `Rows`; what belongs to the next layer is left out where none follows; work: words, squares, counters; eps: of the norms of the MLP, of the next layer's and of its queries.
+    attention: what makes the first of the rows, where `Facts.attention` is its facts; weights, rows: in the order of `Weights`
+    and `Rows`; what belongs to the next layer is left out where none follows; work: words, squares, counters; eps: of the norms
+    of the MLP, of the next layer's and of its queries.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.

@@ -2,7 +2,8 @@
 
 In a CTA one warp fetches boxes of weights, of all products one after the other, as far ahead as shared memory allows; one
 fetches the rows of x that meet them, once the product before is finished; one makes 1 / rms of these rows; eight multiply, and
-finish tiles.  An early launch fetches weights while the kernel before it still makes the first product's x.
+finish tiles.  Where the attention's parts are to be merged, these begin with that, and one warp adds up what they make of it.
+An early launch fetches weights while the kernel before it still makes the first product's x, or the parts.
 
 `facts` is a `Facts` of `between_attentions_schedule`.
 """
@@ -38,7 +39,7 @@ def _make_tiles(
     cute.arch.griddepcontrol_wait()
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
-        if cutlass.const_expr(index > 0):
+        if cutlass.const_expr(index > 0):  # noqa: SIM102 (decided when it is built, the next on the device)
             if first_tile(cta, index, facts) < product.tiles:
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
@@ -66,8 +67,8 @@ def between_attentions_kernel(
     eps: Eps,
     facts: cutlass.Constexpr,
 ):
-    """weight_maps, x_maps: of each product, of its one weight or its two, and of its x; matrix, requests, parts: of the attention,
-    where its parts are merged."""
+    """weight_maps, x_maps: of each product, of its one weight or its two, and of its x; matrix, requests, parts: of the
+    attention, where its parts are merged."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared = allocate(facts)

@@ -31,8 +31,7 @@ from dspark_kernels.cute.between_attentions_values import num_units, unit_of
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
 AHEAD = 2
-import os
-AHEAD_OF = dict(zip(("o", "gate_up", "down", "qkv_a", "q_b"), map(int, os.environ.get("KNOB_AHEADS", "23222"))))
+AHEAD_GATED = 3  # of gate and up, the longest stretch in which CTAs have nothing to tell: 254 us a block decode, 258 with 2
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
 SQUARES_IN_FLIGHT = 28
 GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
@@ -77,7 +76,7 @@ def _next_stage(shared: Shared, done, ahead: cutlass.Constexpr, facts: cutlass.C
 @cute.jit
 def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """One box of a weight, or half a box of each of two, once there is room; done: boxes before it."""
-    stage = _next_stage(shared, done, AHEAD_OF[product.name], facts)
+    stage = _next_stage(shared, done, AHEAD_GATED if product.gated else AHEAD, facts)
     landed, rows = shared.landed + stage, product.rows // len(maps)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * BOX)
@@ -126,8 +125,8 @@ def fetch_weights(
 
 
 @cute.jit
-def _fetch_rows(maps: Maps, shared: Shared, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """x of one tile; done: stages of x before it."""
+def _fetch_columns(maps: Maps, shared: Shared, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """All columns of x for one tile; done: stages of x before it."""
     for i in cutlass.range(product.x_fetches, unroll=1):
         stage = acquire(shared.x_empty, done + i, X_STAGES)
         met = shared.met + stage
@@ -153,7 +152,7 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
                 wait_for(work.counters + facts.values_at, launch * facts.ctas, shared.ready)
             cute.arch.fence_proxy("async.global")
         for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
-            _fetch_rows(maps[index], shared, done, product, facts)
+            _fetch_columns(maps[index], shared, done, product, facts)
             done += product.x_fetches
 
 

@@ -59,8 +59,8 @@ def _store_pair(pointer, left, right):
     cute.autovec_copy(pair, values_at(pointer, 0, pointer.dtype, 2, cute.AddressSpace.gmem))
 
 
-def turns(product, facts) -> int:
-    """Pairs of a thread."""
+def pairs_of(product, facts) -> int:
+    """How many pairs a thread has."""
     return -(-product.features * facts.lanes // 2 // THREADS)
 
 
@@ -78,7 +78,7 @@ def load_ahead(weights: Weights, rows: Rows, tile, num_rows, index: cutlass.Cons
     """Of each pair of the thread, what its end needs.  The last row stands for those that are not there."""
     product = facts.products[index]
     loaded = []
-    for turn in cutlass.range_constexpr(turns(product, facts)):
+    for turn in cutlass.range_constexpr(pairs_of(product, facts)):
         pair = _pair_of(turn, num_rows, product, facts)
         row, feature = cutlass.min(pair.row, num_rows - 1), tile * product.features + pair.feature
         residual, norm = None, None
@@ -156,7 +156,7 @@ def finish_tile(
     """Stores a tile whose products lie in shared memory."""
     product = facts.products[index]
     meet()
-    for turn in cutlass.range_constexpr(turns(product, facts)):
+    for turn in cutlass.range_constexpr(pairs_of(product, facts)):
         pair = _pair_of(turn, num_rows, product, facts)
         if pair.row < facts.lanes:  # whole warps, or the threads of whole rows
             _finish_pair(shared, rows, work, tile, pair, loaded[turn], index, facts)

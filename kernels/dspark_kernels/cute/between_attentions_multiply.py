@@ -22,7 +22,7 @@ class Places(NamedTuple):
 
     weights: cutlass.Int32
     x: cutlass.Int32
-    turn: cutlass.Int32
+    swizzle: cutlass.Int32
     weights_chunk: cutlass.Int32
     x_chunk: cutlass.Int32
 
@@ -32,12 +32,11 @@ def places_of(product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """Of this lane.  `ldmatrix` takes four blocks of 8 x 8 values, and a row's address of each from eight lanes."""
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
     group, block = warp % product.groups, warp // product.groups
-    rows = 16 if product.gated else product.rows
     if cutlass.const_expr(product.gated):
         sides = product.groups // 2  # groups of one weight, whose half of a box is a block of its own
         at = group // sides * (BOX // 2) + block * sides * 16 * 64 + group % sides * 16 * 64
     else:
-        at = block * rows * 64 + group * 16 * 64
+        at = block * product.rows * 64 + group * 16 * 64
     weights = at + (lane // 8 % 2 * 8 + lane % 8) * 64
     x = block * facts.lanes * 64 + lane % 8 * 64
     return Places(weights, x, lane % 8, lane // 16, lane // 8)
@@ -70,7 +69,7 @@ def _load_box(shared: Shared, at: Places, done, facts: cutlass.Constexpr):
     stage = done % facts.stages
     cute.arch.mbarrier_wait(shared.landed + stage, done // facts.stages % 2)
     own = shared.weights.iterator + (stage * BOX + at.weights)
-    return [load_matrices(own + ((piece * 2 + at.weights_chunk) ^ at.turn) * 8) for piece in range(4)]
+    return [load_matrices(own + ((piece * 2 + at.weights_chunk) ^ at.swizzle) * 8) for piece in range(4)]
 
 
 @cute.jit
@@ -81,7 +80,7 @@ def _multiply_box(sums, pieces, shared: Shared, at: Places, x_done, box, product
     cute.arch.mbarrier_wait(shared.met + x_stage, x_at // X_STAGES % 2)
     own = shared.x.iterator + (x_stage * facts.lanes * X_COLUMNS[0] + part * product.columns * facts.lanes + at.x)
     for pair in cutlass.range_constexpr(2):
-        chunk = (pair * 4 + at.x_chunk) ^ at.turn
+        chunk = (pair * 4 + at.x_chunk) ^ at.swizzle
         rows = [load_matrices(own + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
         for half in cutlass.range_constexpr(2):
             for v in cutlass.range_constexpr(vectors):
@@ -101,8 +100,10 @@ def _give_back(shared: Shared, done, x_done, box, product: cutlass.Constexpr, fa
 
 @cute.jit
 def hold(shared: Shared, done, facts: cutlass.Constexpr):
-    """The first boxes of this CTA's tile of the first product, in registers: so others have room while these wait for their x.  As
-    many as `Facts.held` says; what that is of a CTA without a tile is not set.  done: boxes before the tile."""
+    """The first boxes of this CTA's tile of the first product, in registers: so others have room while these wait for their x.
+
+    As many as `Facts.held` says; what that is of a CTA without a tile is not set.  done: boxes before the tile.
+    """
     cta, _, _ = cute.arch.block_idx()
     held = cute.make_rmem_tensor(max(1, facts.held) * 16, cutlass.Int32)
     if cta < facts.products[0].tiles:
@@ -117,8 +118,8 @@ def hold(shared: Shared, done, facts: cutlass.Constexpr):
 
 @cute.jit
 def multiply_tile(shared: Shared, held, done, x_done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """A tile's products into shared memory, of each warp its own; held: its first boxes, of `hold`, or None; done, x_done: boxes
-    and stages of x before the tile."""
+    """A tile's products into shared memory, of each warp its own; held: its first boxes, of `hold`, or None; done, x_done:
+    boxes and stages of x before the tile."""
     at, first = places_of(product, facts), facts.held if held is not None else 0
     sums = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(facts.lanes // 8)]
     for total in sums:

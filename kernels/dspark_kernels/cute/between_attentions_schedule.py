@@ -17,14 +17,14 @@ from dspark_kernels.cute.block_attention_facts import Facts as AttentionFacts
 
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16}
 BOX = 8192  # values of a box
-X_COLUMNS = (512, 256, 128)  # of x that are fetched at once
+X_COLUMNS = (512, 256, 128)  # of x that are fetched at once; a stage has room for the first
 LANES = (8, 16)  # classes of row counts
 WARPS = 8  # that multiply: each has 16 rows and 64 columns of a box
 LINE = 32  # int32 from one counter to the next: in one line of L2 they would delay one another
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 X_STAGES = 4
-import os
-HELD = int(os.environ.get("KNOB_HELD", "8"))  # boxes
+HELD = 8  # boxes of a tile that wait in registers: a block decode with 2K takes 251 us so, 255 without
+SMALL_BYTES = 16 << 10  # of shared memory that is neither boxes nor x
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def tile_rows(count: int, depth: int, ctas: int, *, gated: bool) -> int:
     """Rows of a tile of a weight [count, depth]: so that the CTA with the most has the fewest, and then as many as can be,
     since each tile takes all of x.  16 rows are of one weight."""
     sizes = (64, 32) if gated else (64, 32, 16)
-    fitting = [rows for rows in sizes if count % rows == 0 and depth % (BOX // rows) == 0]
+    fitting = [rows for rows in sizes if depth % (BOX // rows) == 0]
     return min(fitting, key=lambda rows: -(-(count // rows) // ctas) * rows)
 
 
@@ -146,7 +146,7 @@ class Facts:
     @property
     def stages(self) -> int:
         """Boxes that a CTA has room for."""
-        return (SHARED_BYTES - (8 << 10) - X_STAGES * self.x_bytes) // (2 * BOX)
+        return (SHARED_BYTES - SMALL_BYTES - X_STAGES * self.x_bytes) // (2 * BOX)
 
     @property
     def values_at(self) -> int:
@@ -215,8 +215,9 @@ class Eps(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """words: int64 [unit, column, UNIT_ROWS], each a float32 and above it the tag of the launch.  squares: float32 [product, tile,
-    lane].  counters: int32, of finished tiles by product; of CTAs that have made x; of launches; they only grow, and wrap around.  `LINE` apart."""
+    """words: int64 [unit, column, UNIT_ROWS], each a float32 and above it the tag of the launch.  squares: float32 [product,
+    tile, lane].  counters: int32, of finished tiles by product; of CTAs that have made x; of launches; they only grow, and wrap
+    around.  `LINE` apart."""
 
     words: cute.Pointer
     squares: cute.Pointer

@@ -13,7 +13,6 @@ import cutlass
 import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_meet import (
-    WARP,
     Shared,
     load_words,
     meet,
@@ -65,7 +64,10 @@ def merge_refusal(dtype, rows: int, heads: int, latent: int, value_width: int) -
     """Why a launch does not merge the attention of blocks of so many rows; None where it does."""
     reason = values_refusal(dtype, latent, value_width)
     if reason is None and (dtype not in ELEMENTS or value_width % FEATURES or value_width > WARPS * FEATURES):
-        reason = f"it merges bfloat16 with heads of up to {WARPS * FEATURES} values in steps of {FEATURES}, not {dtype}, {value_width}"
+        reason = (
+            f"it merges bfloat16 with heads of up to {WARPS * FEATURES} values in steps of {FEATURES}, not {dtype} with "
+            f"{value_width}"
+        )
     if reason is None and rows * heads > MOST_QUERIES:
         reason = f"it merges blocks of up to {MOST_QUERIES} rows times heads, not {rows} times {heads}"
     return reason
@@ -90,8 +92,8 @@ def _merging(shared: Shared, facts: cutlass.Constexpr):
 
 
 def tag(launch, facts):
-    """What marks a launch's words, of all that lie in a workspace; launch: counts from 1 in each of the two forms.  int32, so that
-    a form's tags return after 2**31 launches."""
+    """What marks a launch's words, of all that lie in a workspace; launch: counts from 1 in each of the two forms, following
+    and not.  int32, so that tags return after 2**31 launches."""
     return launch * 2 + facts.following
 
 
@@ -122,7 +124,10 @@ def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, own_t
         for i in cutlass.range_constexpr(2):  # halves of the latents
             # In `block_attention_product.multiply`'s order: a lane's four latents of a step are neighbours.
             at = rounded.iterator + (lane // 4 * ROW_STRIDE + i * 32 + chunk * 8)
-            left, right = (_words(shared.weights.iterator + (stage * BOX + (row + 8 * j) * 64 + ((4 * i + chunk) ^ (lane // 4)) * 8)) for j in range(2))
+            left, right = (
+                _words(shared.weights.iterator + (stage * BOX + (row + 8 * j) * 64 + ((4 * i + chunk) ^ (lane // 4)) * 8))
+                for j in range(2)
+            )
             own = _words(at)
             for h in cutlass.range_constexpr(2):
                 matrix = (left[2 * h], right[2 * h], left[2 * h + 1], right[2 * h + 1])

@@ -5,7 +5,7 @@ each request and tile of query rows to a workspace.  The second adds these parts
 the sums by each head's matrix if there are some (`block_attention_values`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -273,7 +273,7 @@ def unmerged_attention(
     queries: torch.Tensor, latents: torch.Tensor, page_table: torch.Tensor, context_lens: torch.Tensor, seq_lens: torch.Tensor,
     **options,
 ) -> UnmergedAttention:  # fmt: skip
-    """The first of `block_attention`'s launches, with value_weights, for `between_attentions` to merge; B, N and heads at least 1.
+    """The first of `block_attention`'s launches, with value_weights, for `between_attentions` to merge; B, N and heads >= 1.
 
     Raises:
         ValueError: as `block_attention`.

@@ -131,9 +131,7 @@ class Facts:
     @property
     def turn_parts(self) -> int:
         """Parts in flight of a warp's turn: of the registers that it may have, 36 for vectors."""
-        import os
-        most = int(os.environ.get("KNOB_TP", "9")) if self.merge_turns > 1 else 9
-        return min(most, most * CHUNK // self.slot_values // self.slot_turns)
+        return min(9, 9 * CHUNK // self.slot_values // self.slot_turns)
 
     @property
     def value_tiles(self) -> int:

@@ -160,7 +160,7 @@ def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Conste
 
 @cute.jit
 def merge_rows(rounded, shared: Shared, requests: Requests, work: Workspace, group: Group, cta, facts: cutlass.Constexpr):
-    """A group's rows of the 64 latents of number `cta`, once the attention has ended, into `rounded`; ends with all warps there.
+    """A group's rows of the 64 latents of number `cta`, once the attention has ended, into `rounded`; all warps end together.
 
     The warps take turns with the parts, as in `merge_kernel`, so the sums have its order.
     """
@@ -241,9 +241,7 @@ def merge_values_kernel(
     group = Group(request, head, group_index * facts.group_rows)
     cute.arch.cluster_arrive_relaxed()  # nothing is sent before all CTAs of the cluster are there
     allocator = SmemAllocator()
-    shared = Shared(
-        *(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in shared_sizes(facts))
-    )
+    shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in shared_sizes(facts)))
     received_size = facts.owned_tiles * facts.slices * ROWS * CHUNK
     received = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(received_size), 16)
     rounded = allocator.allocate_tensor(ELEMENTS[facts.dtype], cute.make_layout(ROWS * ROW_STRIDE), 16)
