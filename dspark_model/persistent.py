@@ -43,7 +43,9 @@ class PersistentPath(LowMPath):
         if x.shape[0] * x.shape[1] > MAX_BETWEEN_ROWS:
             return super().layers(layers, x, context)
         views = context.layer_views
-        hidden, queries = x.flatten(0, 1), self.write_latents_and_query(layers[0], x, views[0], context)
+        hidden = x.flatten(0, 1)
+        first = ops.before_attention(hidden, _before(layers[0]), backend="cute", workspace=self._between)
+        queries = self._write_latents_and_absorb(layers[0], first, x.shape[:2], views[0], context)
         for index, layer in enumerate(layers):
             values = self._attend(layer, queries, views[index], context)
             following = layers[index + 1] if index + 1 < len(layers) else None
@@ -69,7 +71,9 @@ class PersistentPath(LowMPath):
                 return layer.attend_parts(queries, view, context, matrices)
         return layer.attend(queries, view, context, matrices).flatten(0, 1).flatten(1)
 
-    def _write_latents_and_absorb(self, layer: "DrafterLayer", made: ops.BetweenOutput, block, view, context) -> torch.Tensor:
+    def _write_latents_and_absorb(
+        self, layer: "DrafterLayer", made: ops.BetweenOutput | ops.BeforeOutput, block, view, context
+    ) -> torch.Tensor:
         """`DrafterLayer.write_latents_and_query` of rows whose products are made; block: B, N."""
         attn = layer.self_attn
         kv = made.qkv_a[:, attn.config.q_lora_rank :].unflatten(0, block)

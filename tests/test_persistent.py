@@ -11,7 +11,7 @@ import torch
 from switch_matrix import make_worker, small_model
 
 from dspark_model import ContextChunk, RuntimeConfig, StepInput, ops
-from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, _check
+from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, _check, _check_before
 from dspark_model.serving_config import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel has these steps, in test_switch_matrix")
@@ -21,7 +21,7 @@ PLAIN = dataclasses.replace(RuntimeConfig.plain(), merged_qkv_a="on")
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[int, bool, bool]]:
     """Rows of each call, whether a layer follows, and whether it is early."""
-    made, torch_form = [], ops.between_attentions
+    made, torch_form, torch_front = [], ops.between_attentions, ops.before_attention
 
     def between_attentions(values, residual, after, before, *, backend, workspace, early):
         assert backend == "cute"
@@ -32,10 +32,16 @@ def calls(monkeypatch) -> list[tuple[int, bool, bool]]:
         made.append((values.shape[0], before is not None, early))
         return torch_form(values, residual, after, before)
 
+    def before_attention(hidden, before, *, backend, workspace):
+        assert backend == "cute" and hidden.is_contiguous()
+        assert _check_before(hidden, before) == dataclasses.replace(workspace, values=0, intermediate=0)
+        return torch_front(hidden, before)
+
     for name in ("merged_qkv_a_obstacle", "persistent_obstacle"):
         monkeypatch.setattr(f"dspark_model.fast_paths.{name}", lambda model: None)
     monkeypatch.setattr("dspark_model.persistent.BetweenWorkspace", lambda sizes, device: sizes)
     monkeypatch.setattr(ops, "between_attentions", between_attentions)
+    monkeypatch.setattr(ops, "before_attention", before_attention)
     return made
 
 

@@ -15,10 +15,12 @@ from torch.nn.functional import silu
 from dspark_model.ops import (
     AfterAttention,
     BeforeAttention,
+    BeforeOutput,
     BetweenOutput,
     BetweenSizes,
     BetweenWorkspace,
     NormedBy,
+    before_attention,
     between_attentions,
     between_attentions_refusal,
 )
@@ -46,27 +48,38 @@ def stages(made: BetweenOutput, values, residual, after: AfterAttention, before:
         yield "q_b", made.qkv_a[:, : before.q_b.shape[1]], before.q_norm, before.q_b, None, None, made.queries
 
 
-def check(made: BetweenOutput, values, residual, after, before) -> None:
-    """Each product within `low_m_linear`'s bound of float64, of what the product before left."""
-    for name, x, norm, weight, up, added, result in stages(made, values, residual, after, before):
-        unit = torch.finfo(x.dtype).eps / 2
-        x, inner = x.double(), x.shape[1] * 2.0**-23
-        if norm is not None:
-            x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
-            inner += unit
-        wanted, bound = x @ weight.double().T, inner * (x.abs() @ weight.double().abs().T)
-        if up is not None:
-            factor, factor_bound = x @ up.double().T, inner * (x.abs() @ up.double().abs().T)
-            gate = silu(wanted)
-            wanted, bound = gate * factor, 1.1 * bound * (factor.abs() + factor_bound) + gate.abs() * factor_bound
+def check_product(name: str, x, norm: NormedBy | None, weight, up, added, result) -> None:
+    """Within `low_m_linear`'s bound of float64."""
+    unit = torch.finfo(x.dtype).eps / 2
+    x, inner = x.double(), x.shape[1] * 2.0**-23
+    if norm is not None:
+        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+        inner += unit
+    wanted, bound = x @ weight.double().T, inner * (x.abs() @ weight.double().abs().T)
+    if up is not None:
+        factor, factor_bound = x @ up.double().T, inner * (x.abs() @ up.double().abs().T)
+        gate = silu(wanted)
+        wanted, bound = gate * factor, 1.1 * bound * (factor.abs() + factor_bound) + gate.abs() * factor_bound
+    bound += 1.01 * unit * wanted.abs()
+    if added is not None:
+        wanted = wanted + added.double()
         bound += 1.01 * unit * wanted.abs()
-        if added is not None:
-            wanted = wanted + added.double()
-            bound += 1.01 * unit * wanted.abs()
-        distance = (result.double() - wanted).abs()
-        assert (distance <= bound + 1e-12).all(), (name, float((distance / bound).max()))
-        # A box left out of a long sum stays within the bound above, but not within what roundings make together.
-        assert float(distance.norm() / wanted.norm()) < 2 * unit + 2.0**-20, name
+    distance = (result.double() - wanted).abs()
+    assert (distance <= bound + 1e-12).all(), (name, float((distance / bound).max()))
+    # A box left out of a long sum stays within the bound above, but not within what roundings make together.
+    assert float(distance.norm() / wanted.norm()) < 2 * unit + 2.0**-20, name
+
+
+def check(made: BetweenOutput, values, residual, after, before) -> None:
+    """Each product of what the product before left."""
+    for stage in stages(made, values, residual, after, before):
+        check_product(*stage)
+
+
+def check_front(made: BeforeOutput, hidden, before: BeforeAttention) -> None:
+    """The same in front of the first attention."""
+    check_product("qkv_a", hidden, before.norm, before.qkv_a, None, None, made.qkv_a)
+    check_product("q_b", made.qkv_a[:, : before.q_b.shape[1]], before.q_norm, before.q_b, None, None, made.queries)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -78,6 +91,20 @@ def test_reference_matches_float64(rows, following, dtype):
     made = between_attentions(*given, after, before if following else None)
     check(made, *given, after, before if following else None)
     assert (made.queries is not None) == (made.qkv_a is not None) == following
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_front_reference_matches_float64(dtype):
+    _, before = layers(SMALL, "cpu", dtype)
+    hidden = inputs(SMALL, 5, "cpu", dtype)[1]
+    check_front(before_attention(hidden, before), hidden, before)
+    for given, message in ((hidden[0], r"wants hidden \[M, H\]"), (hidden[:, :64], "wants the next layer's norm")):
+        with pytest.raises(ValueError, match=message):
+            before_attention(given, before)
+    with pytest.raises(ValueError, match="no backend numpy"):
+        before_attention(hidden, before, backend="numpy")
+    with pytest.raises(ValueError, match="needs a BetweenWorkspace on cpu, got none"):
+        before_attention(hidden, before, backend="cute")
 
 
 @pytest.mark.parametrize(
@@ -225,10 +252,11 @@ def test_compiles_to_mma_without_a_gpu(tmp_path):
     done = run_compiling(COMPILE, tmp_path)
     assert done.returncode == 0, done.stderr
     # A warp has 16 rows and 64 columns of a box: 4 instructions for 8 rows of x, 8 for 16.  The eight boxes of the first
-    # product wait in registers; each other product's loop over boxes has its body twice and nothing behind it: the last of q_b's three
-    # boxes leaves it in the middle.  A unit of an attention that is merged takes 4 steps.
+    # product wait in registers; each other product's loop over boxes has its body twice and nothing behind it: the last of
+    # q_b's three boxes leaves it in the middle.  A unit of an attention that is merged takes 4 steps.
     wanted = ((4 * (8 + 4 * 2), 2), (8 * (8 + 2 * 2), 2), (4 * (8 + 2 * 2) + 4, 3))
-    for result, (products, waits) in zip(json.loads(done.stdout.splitlines()[-1]), wanted, strict=True):
+    results = json.loads(done.stdout.splitlines()[-1])
+    for result, (products, waits) in zip(results, wanted, strict=True):
         assert (result["target"], result["products"]) == ("sm_90a", products)
         # The warp that fetches x and those that finish tiles wait for the kernel before, and those that merge; the one that
         # fetches weights does not.
@@ -259,6 +287,27 @@ def test_each_product_keeps_its_bound(sizes, rows, following):
     with watched_memory(*given, *weights):
         made = cute(given, after, before, workspace)
     check(made, *given, after, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
+def test_the_front_keeps_its_bound_and_its_bits(sizes, rows):
+    """Between launches of the other forms, on one workspace."""
+    after, before = layers(sizes, "cuda", torch.bfloat16)
+    workspace, given = BetweenWorkspace(sizes, CUDA), inputs(sizes, rows, "cuda", torch.bfloat16)
+    poison_(workspace.squares)
+    hidden = given[1]
+    with watched_memory(hidden, before.qkv_a, before.q_b):
+        first = before_attention(hidden, before, backend="cute", workspace=workspace)
+    check_front(first, hidden, before)
+    for following in (before, None, before):
+        cute(given, after, following, workspace)
+        again = before_attention(hidden, before, backend="cute", workspace=workspace)
+        assert_bitwise_equal(again.qkv_a, first.qkv_a)
+        assert_bitwise_equal(again.queries, first.queries)
+    some = before_attention(hidden[:1].clone(), before, backend="cute", workspace=workspace)
+    assert_bitwise_equal(some.queries, first.queries[:1])
 
 
 @pytest.mark.gpu

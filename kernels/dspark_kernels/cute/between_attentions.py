@@ -121,35 +121,33 @@ def compile_between_attentions(facts: Facts, architecture: str):
 def launch(
     facts: Facts,
     attention: UnmergedAttention | None,
-    weights: Sequence[torch.Tensor],
-    rows: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor | None],
+    rows: Sequence[torch.Tensor | None],
     work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     eps: Sequence[float],
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
-    attention: what makes the first of the rows, where `Facts.attention` is its facts; weights, rows: in the order of `Weights`
-    and `Rows`; what belongs to the next layer is left out where none follows; work: words, squares, counters; eps: of the norms
-    of the MLP, of the next layer's and of its queries.
+    Tensors that the build's products do not have are None.  attention: what makes the first of the rows, where
+    `Facts.attention` is its facts; weights, rows: in the order of `Weights` and `Rows`; work: words, squares, counters; eps: of
+    the norms of the MLP, of the next layer's and of its queries.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.
     """
-    for name, tensor in (*zip(Weights._fields, weights, strict=False), *zip(Rows._fields, rows, strict=False)):
-        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+    for name, tensor in (*zip(Weights._fields, weights, strict=True), *zip(Rows._fields, rows, strict=True)):
+        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % 16):
             raise ValueError(
                 f"between_attentions=cute wants {name} contiguous and at a multiple of 16 bytes, got {[*tensor.shape]} with "
                 f"strides {[*tensor.stride()]} at {tensor.data_ptr():#x}; pass a clone(memory_format=torch.contiguous_format)"
             )
-    device = rows[0].device
+    residual = rows[Rows._fields.index("residual")]
+    device = residual.device
     architecture = build_architecture(torch.cuda.get_device_capability(device))
     # The kernel does not look at the addresses of what is not there.
-    addresses = [
-        [tensor.data_ptr() for tensor in (*given, *given[:1] * (len(kind._fields) - len(given)))]
-        for kind, given in ((Weights, tuple(weights)), (Rows, tuple(rows)))
-    ]
+    addresses = [[(residual if tensor is None else tensor).data_ptr() for tensor in kind] for kind in (weights, rows)]
     with torch.cuda.device(device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         merge = stand_in_merge_arguments() if attention is None else attention.merge_arguments
-        arguments = _arguments(facts, merge, *addresses, [tensor.data_ptr() for tensor in work], rows[0].shape[0], eps)
+        arguments = _arguments(facts, merge, *addresses, [tensor.data_ptr() for tensor in work], residual.shape[0], eps)
         compile_between_attentions(facts, architecture)(*arguments, stream)

@@ -12,8 +12,8 @@ import cutlass
 import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x, make_rms
-from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, publish
-from dspark_kernels.cute.between_attentions_meet import Shared, allocate, set_up, this_launch
+from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, prepare_rows, publish
+from dspark_kernels.cute.between_attentions_meet import Shared, allocate, pass_on, set_up, this_launch
 from dspark_kernels.cute.between_attentions_multiply import hold, multiply_tile
 from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
 from dspark_kernels.cute.between_attentions_values import add_units, multiply_units
@@ -35,6 +35,10 @@ def _make_tiles(
     done, x_done = cutlass.Int32(0), cutlass.Int32(0)
     if cutlass.const_expr(facts.attention is not None):
         done = multiply_units(shared, requests, parts, work, launch, facts)
+    elif cutlass.const_expr(not facts.behind):
+        cute.arch.griddepcontrol_wait()
+        prepare_rows(weights, rows, work, num_rows, facts)
+        pass_on(shared.multiplied)
     held = hold(shared, done, facts)
     cute.arch.griddepcontrol_wait()
     for index in cutlass.range_constexpr(len(facts.products)):
@@ -85,6 +89,6 @@ def between_attentions_kernel(
         if warp == WARPS + 1:
             fetch_x(x_maps, shared, work, facts)
         if warp == WARPS + 2:
-            make_rms(shared, work, [None, eps.mlp, None, eps.attention, eps.q_a], facts)
+            make_rms(shared, work, {"gate_up": eps.mlp, "qkv_a": eps.attention, "q_b": eps.q_a}, facts)
         if warp == WARPS + 3:
             add_units(shared, requests.batch, rows, work, facts)

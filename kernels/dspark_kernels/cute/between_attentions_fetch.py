@@ -18,6 +18,7 @@ from dspark_kernels.cute.between_attentions_meet import (
     wait_for,
 )
 from dspark_kernels.cute.between_attentions_schedule import (
+    BLOCK,
     BOX,
     ELEMENTS,
     LINE,
@@ -148,7 +149,7 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
         if first_tile(cta, index, facts) < product.tiles:
             if cutlass.const_expr(index > 0):
                 wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
-            elif cutlass.const_expr(facts.attention is not None):
+            elif cutlass.const_expr(facts.attention is not None or not facts.behind):
                 wait_for(work.counters + facts.values_at, launch * facts.ctas, shared.ready)
             cute.arch.fence_proxy("async.global")
         for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
@@ -174,18 +175,19 @@ def _sum_squares(squares, group, tiles: cutlass.Constexpr, lanes: cutlass.Conste
 
 
 @cute.jit
-def make_rms(shared: Shared, work: Workspace, eps: list, facts: cutlass.Constexpr):
-    """One warp: 1 / rms of the rows of each product that is normed, from the squares that the tiles of the product before left.
-    eps: of each product, None where it is not normed."""
+def make_rms(shared: Shared, work: Workspace, eps: dict, facts: cutlass.Constexpr):
+    """One warp: 1 / rms of the rows of each product that is normed, from the squares that the tiles of the product before left,
+    or the blocks of given rows.  eps: of each of these products, by name."""
     cta, _, _ = cute.arch.block_idx()
     lane, lanes = cute.arch.lane_idx(), facts.lanes
-    for index in cutlass.range_constexpr(1, len(facts.products)):
+    for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         if cutlass.const_expr(product.normed):  # noqa: SIM102 (decided when it is built, the next on the device)
             if first_tile(cta, index, facts) < product.tiles:
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
-                tiles = product.depth // facts.products[index - 1].features
-                squares = work.squares + ((index - 1) * facts.squares * lanes + lane % lanes)
+                tiles = product.depth // (facts.products[index - 1] if index else BLOCK).features
+                begin = (index - 1) * facts.squares if index else facts.prepared_at
+                squares = work.squares + (begin * lanes + lane % lanes)
                 # The four groups as (0 + 1) + (2 + 3), whoever has them.
                 total = _sum_squares(squares, lane // lanes, tiles, lanes)
                 if cutlass.const_expr(lanes == 8):
@@ -197,5 +199,5 @@ def make_rms(shared: Shared, work: Workspace, eps: list, facts: cutlass.Constexp
                     other += cute.arch.shuffle_sync_bfly(other, 16)
                     total += other
                 if lane < lanes:
-                    shared.rms[lane] = cute.math.rsqrt(total * (1.0 / product.depth) + eps[index])
+                    shared.rms[lane] = cute.math.rsqrt(total * (1.0 / product.depth) + eps[product.name])
                 pass_on(shared.normed + index)

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from dspark_kernels.cute.between_attentions_meet import WARP, Shared, meet, put
 from dspark_kernels.cute.between_attentions_multiply import sum_of
 from dspark_kernels.cute.between_attentions_schedule import (
+    BLOCK,
     ELEMENTS,
     LINE,
     WARPS,
@@ -163,6 +164,22 @@ def finish_tile(
     if cutlass.const_expr(index < len(facts.products) - 1):
         cute.arch.fence_proxy("async.global")  # the next product's x is fetched by TMA
     meet()
+
+
+@cute.jit
+def prepare_rows(weights: Weights, rows: Rows, work: Workspace, num_rows, facts: cutlass.Constexpr):
+    """Eight warps: this CTA's blocks of the given rows, times the norm's weight, and their squares."""
+    cta, _, _ = cute.arch.block_idx()
+    for block in cutlass.range(cta, facts.hidden // BLOCK.features, facts.ctas, unroll=1):
+        for turn in cutlass.range_constexpr(pairs_of(BLOCK, facts)):
+            pair = _pair_of(turn, num_rows, BLOCK, facts)
+            feature = block * BLOCK.features + pair.feature
+            given = _load_pair(rows.residual + (cutlass.min(pair.row, num_rows - 1) * facts.hidden + feature))
+            norm = _load_pair(weights.input_norm + feature)
+            if pair.there:
+                _store_pair(rows.scaled_hidden + (pair.row * facts.hidden + feature), given[0] * norm[0], given[1] * norm[1])
+            _add_squares(work, given[0], given[1], pair, (facts.prepared_at + block) * facts.lanes, BLOCK)
+    cute.arch.fence_proxy("async.global")  # x is fetched by TMA
 
 
 @cute.jit

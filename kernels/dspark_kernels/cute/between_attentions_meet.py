@@ -20,7 +20,7 @@ SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 f
 class Shared(NamedTuple):
     """weights [stage, BOX], x [X_STAGES, lanes * 512]; float32: sums [warp, lanes, SUM_ROW], rms [lanes]; mbarriers of each
     stage: for it to be there, and to be used; of each product: for the product before to be finished, and for 1 / rms of its
-    rows to be there; and for the CTA's units to be multiplied."""
+    rows to be there; and for the CTA's units to be multiplied, or its blocks of given rows to be prepared."""
 
     weights: cute.Tensor
     x: cute.Tensor

@@ -84,13 +84,17 @@ def tile_rows(count: int, depth: int, ctas: int, *, gated: bool) -> int:
     return min(fitting, key=lambda rows: -(-(count // rows) // ctas) * rows)
 
 
+BLOCK = Product("", 0, 64, 0)  # columns of given rows that are prepared together, as if they were a tile's result
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a build is specialised for.
 
     lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
     next layer's latents and queries are made; ctas: all of them resident; early: the launch begins beside the kernel before
-    it; attention: of that kernel, whose parts are merged first; None: the first product's x is given.
+    it; attention: of that kernel, whose parts are merged first; None: the first product's x is given; behind: whether the
+    products behind an attention are made, else only those in front of the next layer's, of the rows in `Rows.residual`.
     """
 
     dtype: torch.dtype
@@ -105,6 +109,7 @@ class Facts:
     ctas: int
     early: bool = False
     attention: AttentionFacts | None = None
+    behind: bool = True
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -121,6 +126,8 @@ class Facts:
             product("qkv_a", self.q_rank + self.latent, self.hidden, normed=True),
             product("q_b", self.queries, self.q_rank, normed=True),
         )
+        if not self.behind:
+            return next_layers
         return own + next_layers if self.following else own
 
     @property
@@ -137,6 +144,11 @@ class Facts:
     @property
     def num_squares(self) -> int:
         return len(self.products) * self.squares * self.lanes
+
+    @property
+    def prepared_at(self) -> int:
+        """Where the squares of given rows lie, among those of tiles: the last product leaves none."""
+        return (len(self.products) - 1) * self.squares
 
     @property
     def x_bytes(self) -> int:

@@ -185,7 +185,8 @@ def multiply_units(
 
 @cute.jit
 def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass.Constexpr):
-    """One warp: the sums of this CTA's units; tells the other CTAs, without parts to be merged too, since they count on it."""
+    """One warp: the sums of this CTA's units, or none; then it tells the other CTAs, which count on it without units too.
+    Given rows have to be prepared first."""
     cta, _, _ = cute.arch.block_idx()
     if cutlass.const_expr(facts.attention is not None):
         launch = this_launch(work, facts)
@@ -195,5 +196,7 @@ def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass
             _add_up(rows, work, unit_of(number, facts.attention), tag(launch, facts), facts.attention)
         cute.arch.fence_proxy("async.global")  # x is fetched by TMA
         cute.arch.sync_warp()
+    elif cutlass.const_expr(not facts.behind):
+        cute.arch.mbarrier_wait(shared.multiplied, 0)
     if cute.arch.lane_idx() == 0:
         raise_counter(work.counters + facts.values_at)
