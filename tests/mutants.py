@@ -787,7 +787,7 @@ MUTANTS = (
     # No other that waits too little, and none that publishes too early or not at all: such a launch may never end.
     Mutant(
         "between_boxes_reach_past_the_depth", "kernels/dspark_kernels/cute/between_attentions_schedule.py",
-        " and depth % (BOX // rows) == 0]",
+        " if depth % (BOX // rows) == 0]",
         "]",
         "ops/test_between_attentions.py::test_tiles_and_boxes_cover_each_weight[132-uneven]",
         needs="cutlass",
