@@ -5,6 +5,7 @@ The kernel is for Hopper; here the calls go to the op's torch form.
 
 import dataclasses
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from switch_matrix import make_worker, small_model
 
 from dspark_model import ContextChunk, RuntimeConfig, StepInput, ops
 from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, _check, _check_before
+from dspark_model.persistent import PersistentPath
 from dspark_model.serving_config import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel has these steps, in test_switch_matrix")
@@ -100,3 +102,15 @@ def test_one_path_of_a_device_launches_early(calls):
     gc.collect()
     assert early(make_worker(model, runtime, Layout.PAGE_MAJOR)), "the first is gone, so the next one may"
     assert not early(second), "what it may have captured stays as it is"
+
+
+def test_the_launch_merges_where_the_attention_leaves_parts(monkeypatch):
+    """By what `_attend` calls: parts for `cute` alone, if nothing speaks against it."""
+    layer, queries = small_model().layers[0], torch.zeros(1, 7, 2, 3)
+    monkeypatch.setattr(type(layer), "attend", lambda *_: queries)
+    monkeypatch.setattr(type(layer), "attend_parts", lambda *_: "parts")
+    for attention, reason, wanted in (("cute", None, "parts"), ("cute", "no", "values"), ("triton", None, "values")):
+        monkeypatch.setattr(ops, "attention_parts_refusal", lambda reason=reason, **_: reason)
+        context = SimpleNamespace(paths=SimpleNamespace(attention=attention))
+        found = PersistentPath._attend(layer, queries, None, context)
+        assert found == "parts" if wanted == "parts" else found.shape == (7, 6)

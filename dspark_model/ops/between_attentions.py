@@ -71,7 +71,7 @@ class BetweenOutput:
 
 
 class BetweenWorkspace:
-    """Sums of squares and counters of `between_attentions` on one device, for one set of sizes and any number of rows.
+    """Words, sums of squares and counters of `between_attentions` and `before_attention` on one device, for one set of sizes.
 
     One launch uses it at a time: launches of one stream may share it, graph replays too; two streams must not.  It begins as
     zeros and is left to the kernel from then on.
@@ -126,8 +126,9 @@ def between_attentions(
     """h = residual + values @ o.T; gated = silu(z @ gate.T) * (z @ up.T) with z = RMSNorm(h); hidden = h + gated @ down.T; and
     with the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T.
 
-    values: [M, V]; residual: [M, H]; M >= 1; weights as in `AfterAttention` and `BeforeAttention`; before: None behind the last
-    layer.  Every product, with the norm in front and what follows, is `low_m_linear`'s, and so are the roundings.
+    values: [M, V], or the backend `cute`'s `AttentionParts` of them, which it merges first, to the bits of `block_attention`
+    with value_weights; residual: [M, H]; M >= 1; weights as in `AfterAttention` and `BeforeAttention`; before: None behind the
+    last layer.  Every product, with the norm in front and what follows, is `low_m_linear`'s, and so are the roundings.
     backend: `torch`; or `cute`, one launch for up to 16 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of
     16 bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given.  A row's bits depend on its own values,
     the sizes and the device's number of processors, on nothing else.

@@ -253,7 +253,8 @@ def attention_parts(
     slots: torch.Tensor | None = None,
 ) -> AttentionParts:
     """`block_attention` with value_weights and the backend `cute`, without its second launch: `between_attentions` merges, and
-    makes the same bits.  A page of NaN, or a tensor that is written again, must stay as it is until then.
+    makes the same bits.  It reads context_lens, seq_lens and value_weights again, on the same stream: they must not be written
+    before it is launched.
 
     value_weights: values of a column side by side, at multiples of 16 bytes.
 
@@ -269,6 +270,8 @@ def attention_parts(
     reason = attention_parts_refusal(
         device=queries.device, rows=rows, heads=heads, kv_lora_rank=kv_lora_rank, v_head_dim=v_head_dim, dtype=queries.dtype
     )
+    if reason is None and min(batch, rows) < 1:
+        reason = f"it takes at least one row, got {batch} requests of {rows}"
     if reason is None and value_weights.stride(1) != 1:
         reason = f"it takes value_weights with the values of a column side by side, got strides {value_weights.stride()}"
     if reason is None and not _in_steps_of_16_bytes(value_weights.transpose(1, 2)):

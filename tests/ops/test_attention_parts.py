@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from between_kit import layers
+from kernel_kit import watched_memory
 
 from dspark_model.ops import (
     AttentionParts,
@@ -18,6 +19,7 @@ from dspark_model.ops import (
     between_attentions,
     block_attention,
 )
+from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, MERGE_WORDS
 from dspark_model.testing import assert_bitwise_equal
 
 needs_cute = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
@@ -108,19 +110,42 @@ def test_units_cover_all_rows_and_latents_once(batch, rows, heads, latent):
         seen += [(unit.group.request, unit.group.head, row, unit.slice) for row in block_rows]
         assert unit_of(number - unit.slice, facts).group == unit.group and unit.number == number
     assert sorted(seen) == list(itertools.product(range(batch), range(heads), range(rows), range(latent // 64)))
-    assert num_units(batch, facts) * UNIT_ROWS <= 8 * 4 * 16 * heads or batch * rows > 16
+
+
+@needs_cute
+def test_the_workspace_has_words_for_all_batches():
+    from dspark_kernels.cute.between_attentions_values import num_units
+    from dspark_kernels.cute.block_attention import UNIT_ROWS
+    from dspark_kernels.cute.block_attention_facts import Facts
+
+    needed = []
+    for rows in range(1, MAX_BETWEEN_ROWS + 1):
+        facts = Facts(torch.bfloat16, 512, 576, rows, 8, 32, False, 132, value_width=64, group_rows=UNIT_ROWS)
+        needed.append(num_units(MAX_BETWEEN_ROWS // rows, facts) * UNIT_ROWS * 64)
+    assert max(needed) == MERGE_WORDS * 8 * 64
+
+
+@needs_cute
+def test_no_two_launches_on_a_workspace_have_the_same_tag():
+    from types import SimpleNamespace
+
+    from dspark_kernels.cute.between_attentions_values import tag
+
+    forms, launches = (SimpleNamespace(following=following) for following in (False, True)), (*range(1, 40), 2**30)
+    tags = [tag(launch, facts) for facts, launch in itertools.product(forms, launches)]
+    assert len({0, *tags}) == 1 + len(tags)  # zeros are what a workspace begins with
 
 
 @needs_cute
 def test_refusals_name_the_reason():
     from dspark_kernels.cute.between_attentions_values import merge_refusal
 
-    assert merge_refusal(torch.bfloat16, 7, 8, 512, 128) is None
+    assert merge_refusal(torch.bfloat16, 7, 8, 512, 128) is None and merge_refusal(torch.bfloat16, 8, 24, 512, 128) is None
     for given, message in (
         ((torch.float16, 7, 8, 512, 128), "not torch.float16"),
         ((torch.bfloat16, 7, 8, 512, 120), "in steps of 16"),
         ((torch.bfloat16, 7, 8, 512, 256), "up to 128 values"),
-        ((torch.bfloat16, 7, 64, 512, 128), "7 times 64"),
+        ((torch.bfloat16, 13, 16, 512, 128), "13 times 16"),
         ((torch.bfloat16, 7, 8, 384, 128), "not 384"),
     ):
         assert message in merge_refusal(*given)
@@ -142,16 +167,21 @@ def test_the_torch_form_takes_values():
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize(
     ("rows", "heads", "latent", "width"),
-    [(7, 8, 512, 128), (1, 8, 512, 128), (8, 8, 512, 64), (5, 16, 256, 128), (3, 8, 128, 16)],
+    [(7, 8, 512, 128), (1, 64, 512, 128), (8, 8, 512, 64), (5, 16, 256, 128), (3, 8, 128, 16), (8, 24, 512, 128)],
 )
 def test_parts_give_the_bits_of_values(rows, heads, latent, width, lengths, early):
-    sizes, case = sizes_of(heads, width), attended(LENGTHS[lengths], rows, heads, 256, latent, width)
+    contexts = LENGTHS[lengths]
+    if len(contexts) * rows > MAX_BETWEEN_ROWS:
+        contexts = contexts[-1:]
+    sizes, case = sizes_of(heads, width), attended(contexts, rows, heads, 256, latent, width)
     after, before = layers(sizes, "cuda", torch.bfloat16)
     workspace = BetweenWorkspace(sizes, torch.device("cuda"))
-    for _ in range(3):
-        ours, wanted = both(case, after, before, workspace, early=early)
+    workspace.words.fill_(0x7FC00000)  # a NaN with no tag
+    for _ in range(2):
+        with watched_memory():
+            ours, wanted = both(case, after, before, workspace, early=early)
         assert_same(ours, wanted)
-        assert not ours.values.isnan().any() and (ours.values != 0).any() == (max(LENGTHS[lengths]) >= 0)
+        assert not ours.values.isnan().any() and (ours.values != 0).any() == (max(contexts) >= 0)
 
 
 @pytest.mark.gpu
@@ -219,6 +249,21 @@ def test_a_graph_replays_with_other_lengths():
 
 
 @pytest.mark.gpu
+def test_counters_and_tags_wrap_around():
+    sizes, case = sizes_of(8), attended([500], 7, 8, 256)
+    after, before = layers(sizes, "cuda", torch.bfloat16)
+    workspace = BetweenWorkspace(sizes, torch.device("cuda"))
+    _, wanted = both(case, after, before, workspace)
+    counts, launches = workspace.counters[True, True].tolist(), 2**31 - 2
+    assert counts[-1] == 2 and all(count % 2 == 0 for count in counts)
+    wrapped = [(launches * count // 2 + 2**31) % 2**32 - 2**31 for count in counts]
+    workspace.counters[True, True].copy_(torch.tensor(wrapped))
+    for _ in range(5):
+        parts = attention_parts(*case.call, **case.options)
+        assert_same(between_attentions(parts, case.residual, after, before, backend="cute", workspace=workspace), wanted)
+
+
+@pytest.mark.gpu
 def test_what_is_not_taken_is_refused():
     case = attended([10], 7, 8, 256)
     matrices = case.options["value_weights"]
@@ -228,5 +273,8 @@ def test_what_is_not_taken_is_refused():
     ):
         with pytest.raises(ValueError, match=f"{message}.*choose block_attention"):
             attention_parts(*case.call, **{**case.options, "value_weights": weights})
+    none = (case.call[0][:, :0], *case.call[1:])
+    with pytest.raises(ValueError, match="at least one row, got 1 requests of 0"):
+        attention_parts(*none, **case.options)
     with pytest.raises(ValueError, match="window=0"):
         attention_parts(*case.call, **{**case.options, "window": 0})

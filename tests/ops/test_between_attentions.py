@@ -30,6 +30,7 @@ from dspark_model.testing import assert_bitwise_equal, poison_
 K3 = BetweenSizes(hidden=7168, values=1024, intermediate=1792, q_rank=1536, width=2112, queries=1536)
 # Fewer tiles than CTAs in every product; and CTAs with five tiles of one product and none of the next.
 SMALL = BetweenSizes(hidden=128, values=128, intermediate=128, q_rank=128, width=192, queries=64)
+WIDE = BetweenSizes(hidden=16384, values=1024, intermediate=128, q_rank=128, width=192, queries=64)  # CTAs with two first tiles
 UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, width=128 + 64, queries=17 * 64)
 needs_cute = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 
@@ -204,6 +205,7 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
         assert [p.name for p in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
         barriers = 2 * facts.stages + 2 * X_STAGES + 2 * len(facts.products) + 1
         small = 4 * (WARPS * lanes * SUM_ROW + lanes) + 8 * barriers
+        assert facts.held == 0 or facts.products[0].tiles <= ctas
         assert small + 1024 <= SMALL_BYTES  # 1024: to align boxes
         assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + SMALL_BYTES <= SHARED_BYTES
         for index in range(len(facts.products)):
@@ -276,7 +278,7 @@ def cute(given, after, before, workspace) -> BetweenOutput:
 @pytest.mark.gpu
 @pytest.mark.parametrize("following", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
-@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
+@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN, WIDE], ids=["k3", "small", "uneven", "wide"])
 def test_each_product_keeps_its_bound(sizes, rows, following):
     after, before = layers(sizes, "cuda", torch.bfloat16)
     before = before if following else None

@@ -150,7 +150,7 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
             if cutlass.const_expr(index > 0):
                 wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
             elif cutlass.const_expr(facts.attention is not None or not facts.behind):
-                wait_for(work.counters + facts.values_at, launch * facts.ctas, shared.ready)
+                wait_for(work.counters + facts.made_at, launch * facts.ctas, shared.ready)
             cute.arch.fence_proxy("async.global")
         for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             _fetch_columns(maps[index], shared, done, product, facts)

@@ -161,7 +161,7 @@ class Facts:
         return (SHARED_BYTES - SMALL_BYTES - X_STAGES * self.x_bytes) // (2 * BOX)
 
     @property
-    def values_at(self) -> int:
+    def made_at(self) -> int:
         """Place of the counter of CTAs that have made what they make of the first product's x, behind those of finished
         tiles."""
         return LINE * len(self.products)
@@ -169,7 +169,7 @@ class Facts:
     @property
     def launches_at(self) -> int:
         """Place of the counter of launches, the last one."""
-        return self.values_at + LINE
+        return self.made_at + LINE
 
     @property
     def num_counters(self) -> int:

@@ -81,6 +81,8 @@ def merging_bytes(attention) -> int:
 @cute.jit
 def _merging(shared: Shared, facts: cutlass.Constexpr):
     """What merging needs, and the merged rows, where x of the first product comes later."""
+    if cutlass.const_expr(facts.attention.warps != WARPS):
+        raise ValueError(f"{WARPS} warps merge, and the attention's facts have {facts.attention.warps}")
     if cutlass.const_expr(merging_bytes(facts.attention) > X_STAGES * facts.x_bytes):
         raise ValueError(f"merging takes {merging_bytes(facts.attention)} bytes, and x {X_STAGES * facts.x_bytes}")
     at, tensors = cute.recast_ptr(shared.x.iterator, dtype=cutlass.Float32), []
@@ -104,7 +106,7 @@ def _words_of(work: Workspace, number, feature, row, attention: cutlass.Constexp
 
 
 @cute.jit
-def _words(pointer):
+def _pairs(pointer):
     """Eight neighbouring values in shared memory, as pairs."""
     words = cute.make_rmem_tensor(4, cutlass.Int32)
     cute.autovec_copy(values_at(pointer, 0, pointer.dtype, 8, cute.AddressSpace.smem), cute.recast_tensor(words, pointer.dtype))
@@ -123,12 +125,9 @@ def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, own_t
         row, chunk = warp * FEATURES + lane // 4, lane % 4
         for i in cutlass.range_constexpr(2):  # halves of the latents
             # In `block_attention_product.multiply`'s order: a lane's four latents of a step are neighbours.
-            at = rounded.iterator + (lane // 4 * ROW_STRIDE + i * 32 + chunk * 8)
-            left, right = (
-                _words(shared.weights.iterator + (stage * BOX + (row + 8 * j) * 64 + ((4 * i + chunk) ^ (lane // 4)) * 8))
-                for j in range(2)
-            )
-            own = _words(at)
+            own = _pairs(rounded.iterator + (lane // 4 * ROW_STRIDE + i * 32 + chunk * 8))
+            left_at = stage * BOX + row * 64 + ((4 * i + chunk) ^ (lane // 4)) * 8
+            left, right = (_pairs(shared.weights.iterator + (left_at + 8 * j * 64)) for j in range(2))
             for h in cutlass.range_constexpr(2):
                 matrix = (left[2 * h], right[2 * h], left[2 * h + 1], right[2 * h + 1])
                 multiply(sums, matrix, own[2 * h], own[2 * h + 1], facts)
@@ -154,7 +153,8 @@ def _add_up(rows: Rows, work: Workspace, unit: Unit, own_tag, attention: cutlass
             complete = cutlass.Boolean(True)
             for i in cutlass.range_constexpr(slices):
                 words = _words_of(work, unit.number - unit.slice + i, feature, row, attention)
-                complete = load_words(words, loaded[i], own_tag) and complete
+                there = load_words(words, loaded[i], own_tag)
+                complete = there and complete
         for i in cutlass.range_constexpr(2):
             total = cutlass.Float32(0.0)
             for j in cutlass.range_constexpr(slices):
@@ -179,6 +179,7 @@ def multiply_units(
         _multiply_unit(shared, rounded, work, number, done, tag(launch, facts), facts)
         meet()  # the next unit's rows have the same place
         done += 1
+    cute.arch.fence_proxy("async.shared", space="cta")  # x comes by TMA to where rows were merged
     pass_on(shared.multiplied)
     return done
 
@@ -199,4 +200,4 @@ def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass
     elif cutlass.const_expr(not facts.behind):
         cute.arch.mbarrier_wait(shared.multiplied, 0)
     if cute.arch.lane_idx() == 0:
-        raise_counter(work.counters + facts.values_at)
+        raise_counter(work.counters + facts.made_at)

@@ -6,6 +6,7 @@ the sums by each head's matrix if there are some (`block_attention_values`).
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -169,6 +170,7 @@ class UnmergedAttention:
         return requests, work, matrices
 
 
+@cache
 def stand_in_merge_arguments() -> tuple[Requests, Workspace, Matrices]:
     """`UnmergedAttention.merge_arguments` for a build, or a launch, that does not look at them."""
     facts = Facts(torch.bfloat16, 128, 192, 1, 1, 8, False, 1)
@@ -204,7 +206,9 @@ def _call(
         queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
         fetch_queries=rows == 1 or row_stride == heads * head_stride, **form,
     )  # fmt: skip
-    out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)
+    out = queries  # of a launch that does not merge there is none
+    if facts.merged:
+        out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)
     places = ctas + batch * facts.row_tiles
     parts = torch.empty(places, TILE, kv_lora_rank, dtype=torch.float16, device=device)
     statistics = torch.empty(places, 2, TILE, 2, dtype=torch.float32, device=device)

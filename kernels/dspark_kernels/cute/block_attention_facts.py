@@ -48,6 +48,8 @@ class Facts:
                 f"two key tiles in flight need key columns without a value, and key rows of {self.width} have none behind "
                 f"{self.latent} latents; leave two_tiles out"
             )
+        if self.merge_warps % self.warps:
+            raise ValueError(f"{self.warps} warps cannot make the sums of {self.merge_warps}: blocks of {self.queries} queries")
 
     @property
     def queries(self) -> int:

@@ -40,7 +40,7 @@ from dspark_kernels.cute.block_attention_schedule import (
 
 
 class Group(NamedTuple):
-    """Of a cluster: its request, its head and the first of its block rows."""
+    """Of a cluster, or of units: its request, its head and the first of its block rows."""
 
     request: cutlass.Int32
     head: cutlass.Int32
@@ -159,8 +159,9 @@ def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Conste
 
 
 @cute.jit
-def merge_rows(rounded, shared: Shared, requests: Requests, work: Workspace, group: Group, cta, facts: cutlass.Constexpr):
-    """A group's rows of the 64 latents of number `cta`, once the attention has ended, into `rounded`; all warps end together.
+def merge_rows(rounded, shared: Shared, requests: Requests, work: Workspace, group: Group, part_of, facts: cutlass.Constexpr):
+    """A group's rows of the 64 latents of number `part_of`, once the attention has ended, into `rounded`; all warps end
+    together.
 
     The warps take turns with the parts, as in `merge_kernel`, so the sums have its order.
     """
@@ -170,8 +171,8 @@ def merge_rows(rounded, shared: Shared, requests: Requests, work: Workspace, gro
     query = _query_of(group, own.row, facts)
     part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
     own_count = count if own.row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
-    at = Place(cutlass.Int32(0), cta // (facts.slices // 2), query % TILE - own.row, part, own_count)
-    sources = [_source(group, entry, cta, i * 2 + lane // 16, facts) for i in range(turns)]
+    at = Place(cutlass.Int32(0), part_of // (facts.slices // 2), query % TILE - own.row, part, own_count)
+    sources = [_source(group, entry, part_of, i * 2 + lane // 16, facts) for i in range(turns)]
     longest = sources[0].count
     for i in cutlass.range_constexpr(1, turns):
         longest = cutlass.max(longest, sources[i].count)
