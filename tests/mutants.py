@@ -815,8 +815,8 @@ MUTANTS = (
     ),
     Mutant(
         "between_norms_latents_with_the_mlps_eps", "kernels/dspark_kernels/cute/between_attentions_device.py",
-        "eps.mlp, None, eps.attention,",
-        "eps.mlp, None, eps.mlp,",
+        '"qkv_a": eps.attention',
+        '"qkv_a": eps.mlp',
         "ops/test_between_attentions.py::test_each_product_keeps_its_bound[k3-7-True]",
         needs="gpu",
     ),

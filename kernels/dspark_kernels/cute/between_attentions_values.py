@@ -201,3 +201,4 @@ def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass
         cute.arch.mbarrier_wait(shared.multiplied, 0)
     if cute.arch.lane_idx() == 0:
         raise_counter(work.counters + facts.made_at)
+        cute.arch.mbarrier_arrive(shared.added)
