@@ -114,6 +114,24 @@ class DrafterLayer(nn.Module):
             value_weights=value_weights,
         )
 
+    def attend_parts(
+        self, queries: torch.Tensor, layer_view: torch.Tensor, context: BlockContext, value_weights: torch.Tensor
+    ) -> ops.AttentionParts:
+        """`attend`, for `ops.between_attentions` to merge."""
+        return ops.attention_parts(
+            queries,
+            layer_view,
+            context.page_table,
+            context.context_lens,
+            context.rows.seq_lens,
+            kv_lora_rank=self.config.kv_lora_rank,
+            softmax_scale=self.config.softmax_scale,
+            value_weights=value_weights,
+            causal=self.config.is_causal,
+            window=context.window,
+            slots=context.slots,
+        )
+
     def write_latents_and_query(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:
         """What attention needs of y, the normed rows [B, N, H]: latents in the pool, and queries [B, N, heads, D]."""
         attn, cos_sin = self.self_attn, context.cos_sin

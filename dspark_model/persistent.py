@@ -9,15 +9,12 @@ import torch
 
 from dspark_model import ops
 from dspark_model.low_m import LowMPath
-from dspark_model.ops import AfterAttention, BeforeAttention, BetweenSizes, BetweenWorkspace, NormedBy
+from dspark_model.ops import MAX_BETWEEN_ROWS, AfterAttention, BeforeAttention, BetweenSizes, BetweenWorkspace, NormedBy
 
 if TYPE_CHECKING:
     from dspark_model.config import DrafterConfig
     from dspark_model.layers import RMSNorm
     from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
-
-# With more rows the launches of `low_m` are as fast: with 28 a step at K3's shape takes 695 us, and 702 this way, on an H200.
-MAX_ROWS = 16
 
 # The path of each device that launches early.  Such a launch need not be resident as a whole, and of two that are half each
 # neither would end, so it is one of a process at a time; the others launch cooperatively.
@@ -43,15 +40,17 @@ class PersistentPath(LowMPath):
 
     def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:
         """`LowMPath.layers`."""
-        if x.shape[0] * x.shape[1] > MAX_ROWS:
+        if x.shape[0] * x.shape[1] > MAX_BETWEEN_ROWS:
             return super().layers(layers, x, context)
         views = context.layer_views
-        hidden, queries = x.flatten(0, 1), self.write_latents_and_query(layers[0], x, views[0], context)
+        hidden = x.flatten(0, 1)
+        first = ops.before_attention(hidden, _before(layers[0]), backend="cute", workspace=self._between)
+        queries = self._write_latents_and_absorb(layers[0], first, x.shape[:2], views[0], context)
         for index, layer in enumerate(layers):
-            values = layer.attend(queries, views[index], context, layer.self_attn.value_weights.transpose(1, 2))
+            values = self._attend(layer, queries, views[index], context)
             following = layers[index + 1] if index + 1 < len(layers) else None
             made = ops.between_attentions(
-                values.flatten(0, 1).flatten(1), hidden, _after(layer), None if following is None else _before(following),
+                values, hidden, _after(layer), None if following is None else _before(following),
                 backend="cute", workspace=self._between, early=self.launches_early,
             )  # fmt: skip
             hidden = made.hidden
@@ -59,7 +58,22 @@ class PersistentPath(LowMPath):
                 queries = self._write_latents_and_absorb(following, made, x.shape[:2], views[index + 1], context)
         return hidden.view(x.shape)
 
-    def _write_latents_and_absorb(self, layer: "DrafterLayer", made: ops.BetweenOutput, block, view, context) -> torch.Tensor:
+    @staticmethod
+    def _attend(layer: "DrafterLayer", queries: torch.Tensor, view: torch.Tensor, context: "BlockContext"):
+        """Values [B * N, heads * v_head_dim], merged or to be merged."""
+        config, matrices = layer.self_attn.config, layer.self_attn.value_weights.transpose(1, 2)
+        if context.paths.attention == "cute":
+            reason = ops.attention_parts_refusal(
+                device=queries.device, rows=queries.shape[1], heads=queries.shape[2], kv_lora_rank=config.kv_lora_rank,
+                v_head_dim=config.v_head_dim, dtype=queries.dtype,
+            )  # fmt: skip
+            if reason is None:
+                return layer.attend_parts(queries, view, context, matrices)
+        return layer.attend(queries, view, context, matrices).flatten(0, 1).flatten(1)
+
+    def _write_latents_and_absorb(
+        self, layer: "DrafterLayer", made: ops.BetweenOutput | ops.BeforeOutput, block, view, context
+    ) -> torch.Tensor:
         """`DrafterLayer.write_latents_and_query` of rows whose products are made; block: B, N."""
         attn = layer.self_attn
         kv = made.qkv_a[:, attn.config.q_lora_rank :].unflatten(0, block)

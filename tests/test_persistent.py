@@ -5,14 +5,15 @@ The kernel is for Hopper; here the calls go to the op's torch form.
 
 import dataclasses
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
 from switch_matrix import make_worker, small_model
 
 from dspark_model import ContextChunk, RuntimeConfig, StepInput, ops
-from dspark_model.ops.between_attentions import _check
-from dspark_model.persistent import MAX_ROWS
+from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, _check, _check_before
+from dspark_model.persistent import PersistentPath
 from dspark_model.serving_config import Layout
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernel has these steps, in test_switch_matrix")
@@ -22,7 +23,7 @@ PLAIN = dataclasses.replace(RuntimeConfig.plain(), merged_qkv_a="on")
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[int, bool, bool]]:
     """Rows of each call, whether a layer follows, and whether it is early."""
-    made, torch_form = [], ops.between_attentions
+    made, torch_form, torch_front = [], ops.between_attentions, ops.before_attention
 
     def between_attentions(values, residual, after, before, *, backend, workspace, early):
         assert backend == "cute"
@@ -33,10 +34,16 @@ def calls(monkeypatch) -> list[tuple[int, bool, bool]]:
         made.append((values.shape[0], before is not None, early))
         return torch_form(values, residual, after, before)
 
+    def before_attention(hidden, before, *, backend, workspace):
+        assert backend == "cute" and hidden.is_contiguous()
+        assert _check_before(hidden, before) == dataclasses.replace(workspace, values=0, intermediate=0)
+        return torch_front(hidden, before)
+
     for name in ("merged_qkv_a_obstacle", "persistent_obstacle"):
         monkeypatch.setattr(f"dspark_model.fast_paths.{name}", lambda model: None)
     monkeypatch.setattr("dspark_model.persistent.BetweenWorkspace", lambda sizes, device: sizes)
     monkeypatch.setattr(ops, "between_attentions", between_attentions)
+    monkeypatch.setattr(ops, "before_attention", before_attention)
     return made
 
 
@@ -58,14 +65,14 @@ def test_layers_are_the_plain_models(calls, requests):
     wanted = first_blocks(model, PLAIN, requests)
     assert not calls
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
-    assert rows <= MAX_ROWS and layers > 1
+    assert rows <= MAX_BETWEEN_ROWS and layers > 1
     assert [(count, follows) for count, follows, _ in calls] == [(rows, True)] * (layers - 1) + [(rows, False)]
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_larger_blocks_are_those_of_low_m(calls):
     model = small_model()
-    requests = MAX_ROWS // model.config.block_rows(7) + 1
+    requests = MAX_BETWEEN_ROWS // model.config.block_rows(7) + 1
     ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), requests)
     assert not calls
     assert torch.equal(ours, first_blocks(model, dataclasses.replace(PLAIN, gemm="low_m"), requests))
@@ -95,3 +102,15 @@ def test_one_path_of_a_device_launches_early(calls):
     gc.collect()
     assert early(make_worker(model, runtime, Layout.PAGE_MAJOR)), "the first is gone, so the next one may"
     assert not early(second), "what it may have captured stays as it is"
+
+
+def test_the_launch_merges_where_the_attention_leaves_parts(monkeypatch):
+    """By what `_attend` calls: parts for `cute` alone, if nothing speaks against it."""
+    layer, queries = small_model().layers[0], torch.zeros(1, 7, 2, 3)
+    monkeypatch.setattr(type(layer), "attend", lambda *_: queries)
+    monkeypatch.setattr(type(layer), "attend_parts", lambda *_: "parts")
+    for attention, reason, wanted in (("cute", None, "parts"), ("cute", "no", "values"), ("triton", None, "values")):
+        monkeypatch.setattr(ops, "attention_parts_refusal", lambda reason=reason, **_: reason)
+        context = SimpleNamespace(paths=SimpleNamespace(attention=attention))
+        found = PersistentPath._attend(layer, queries, None, context)
+        assert found == "parts" if wanted == "parts" else found.shape == (7, 6)

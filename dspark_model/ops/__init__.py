@@ -11,14 +11,22 @@ from dspark_model.ops.between_attentions import (
     MAX_BETWEEN_ROWS,
     AfterAttention,
     BeforeAttention,
+    BeforeOutput,
     BetweenOutput,
     BetweenSizes,
     BetweenWorkspace,
     NormedBy,
+    before_attention,
     between_attentions,
     between_attentions_refusal,
 )
-from dspark_model.ops.block_attention import block_attention, block_attention_refusal
+from dspark_model.ops.block_attention import (
+    AttentionParts,
+    attention_parts,
+    attention_parts_refusal,
+    block_attention,
+    block_attention_refusal,
+)
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.confidence import confidence
 from dspark_model.ops.context_rows import ContextRows, context_rows
@@ -51,7 +59,9 @@ __all__ = [
     "NO_TOKEN",
     "Acceptance",
     "AfterAttention",
+    "AttentionParts",
     "BeforeAttention",
+    "BeforeOutput",
     "BetweenOutput",
     "BetweenSizes",
     "BetweenWorkspace",
@@ -73,8 +83,11 @@ __all__ = [
     "StepRows",
     "absorb_queries",
     "accept_exact",
+    "before_attention",
     "between_attentions",
     "between_attentions_refusal",
+    "attention_parts",
+    "attention_parts_refusal",
     "block_attention",
     "block_attention_refusal",
     "block_fixup",

@@ -1,12 +1,17 @@
 """Absorbed MLA attention of one block over paged context and the block itself."""
 
 import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.fp8_rows import FP8, check_pool_row_width, dequantise_rows
 from dspark_model.ops.per_head_product import per_head_product
+
+if TYPE_CHECKING:
+    from dspark_kernels.cute.block_attention import UnmergedAttention
 
 BACKENDS = ("torch", "triton", "cute", "causal_fixup", "flashinfer")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -206,6 +211,80 @@ def block_attention(
     weights = torch.where(visible.any(-1, keepdim=True), weights, 0.0)
     out = weights @ keys[..., :kv_lora_rank]
     return out.reshape(batch, rows, heads, kv_lora_rank).to(queries.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParts:
+    """An attention of the backend `cute` that has not been merged: what `between_attentions` takes instead of its values.
+
+    shape, dtype, device: of the values, [B * N, heads * v_head_dim].
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    unmerged: "UnmergedAttention"
+
+
+def attention_parts_refusal(
+    *, device: torch.device, rows: int, heads: int, kv_lora_rank: int, v_head_dim: int, dtype: torch.dtype
+) -> str | None:
+    """Why `attention_parts` does not take blocks of so many rows; None where it does, if `block_attention` takes `cute`."""
+    reason = cute_device_refusal("it", device, hopper_only=True)
+    if reason is not None:
+        return reason
+    from dspark_kernels.cute.between_attentions_values import merge_refusal
+
+    return merge_refusal(dtype, rows, heads, kv_lora_rank, v_head_dim)
+
+
+def attention_parts(
+    queries: torch.Tensor,
+    latents: torch.Tensor,
+    page_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    value_weights: torch.Tensor,
+    causal: bool = False,
+    window: int | None = None,
+    slots: torch.Tensor | None = None,
+) -> AttentionParts:
+    """`block_attention` with value_weights and the backend `cute`, without its second launch: `between_attentions` merges, and
+    makes the same bits.  It reads context_lens, seq_lens and value_weights again, on the same stream: they must not be written
+    before it is launched.
+
+    value_weights: values of a column side by side, at multiples of 16 bytes.
+
+    Raises:
+        ValueError: as `block_attention`, or `attention_parts_refusal` gives a reason, or value_weights lie otherwise.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a window over the context holds at least 1 row; pass None for no window")
+    _check_served("cute", queries, latents, kv_lora_rank, causal, window)
+    _check_value_weights(value_weights, queries, kv_lora_rank)
+    batch, rows, heads, _ = queries.shape
+    v_head_dim = value_weights.shape[2]
+    reason = attention_parts_refusal(
+        device=queries.device, rows=rows, heads=heads, kv_lora_rank=kv_lora_rank, v_head_dim=v_head_dim, dtype=queries.dtype
+    )
+    if reason is None and min(batch, rows) < 1:
+        reason = f"it takes at least one row, got {batch} requests of {rows}"
+    if reason is None and value_weights.stride(1) != 1:
+        reason = f"it takes value_weights with the values of a column side by side, got strides {value_weights.stride()}"
+    if reason is None and not _in_steps_of_16_bytes(value_weights.transpose(1, 2)):
+        reason = "it takes value_weights whose columns begin at multiples of 16 bytes"
+    if reason is not None:
+        raise ValueError(f"attention_parts: {reason}; choose block_attention")
+    from dspark_kernels.cute.block_attention import unmerged_attention
+
+    unmerged = unmerged_attention(
+        queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
+        causal=causal, window=window, slots=slots, value_weights=value_weights,
+    )  # fmt: skip
+    return AttentionParts((batch * rows, heads * v_head_dim), queries.dtype, queries.device, unmerged)
 
 
 def _check_served(backend: str, queries, latents, kv_lora_rank: int, causal: bool, window: int | None) -> None:

@@ -1,104 +1,72 @@
 """The kernel of `between_attentions`: weights never stop streaming while the products wait for one another.
 
-In a CTA one warp fetches boxes of weights, of all products one after the other, as far ahead as shared memory allows; a second
-one fetches the rows of x that meet them, once the product before is finished; one warpgroup multiplies; one finishes tiles.  An
-early launch fetches weights while the kernel before it still makes the first product's x.
+In a CTA one warp fetches boxes of weights, of all products one after the other, as far ahead as shared memory allows; one
+fetches the rows of x that meet them, once the product before is finished; one makes 1 / rms of these rows; eight multiply, and
+finish tiles.  Where the attention's parts are to be merged, these begin with that, and one warp adds up what they make of it.
+An early launch fetches weights while the kernel before it still makes the first product's x, or the parts.
 
 `facts` is a `Facts` of `between_attentions_schedule`.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import warpgroup
 
-from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x
-from dspark_kernels.cute.between_attentions_finish import finish
-from dspark_kernels.cute.between_attentions_meet import (
-    Shared,
-    allocate,
-    next_piece,
-    pass_on,
-    set_up,
-    store_part,
-    this_launch,
-)
-from dspark_kernels.cute.between_attentions_schedule import (
-    DEPTH,
-    ROWS,
-    Eps,
-    Rows,
-    Weights,
-    Workspace,
-    owner,
-    piece_boxes,
-    share,
-    tag,
-)
+from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fetch_x, make_rms
+from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, prepare_rows, publish
+from dspark_kernels.cute.between_attentions_meet import Shared, allocate, pass_on, set_up, this_launch
+from dspark_kernels.cute.between_attentions_multiply import hold, multiply_tile
+from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
+from dspark_kernels.cute.between_attentions_values import add_units, multiply_units
+from dspark_kernels.cute.block_attention_schedule import Requests
+from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 
-FINISH, FETCH = 4, 8  # first warps of those who do; the ones before multiply
-THREADS = 320
+THREADS = (WARPS + 4) * 32
+MULTIPLY_REGISTERS, FETCH_REGISTERS = 216, 72  # together those of the launch, 168 a thread
 
 
 @cute.jit
-def _multiply_boxes(mma, weights, x, sums, shared: Shared, done, count, stages: cutlass.Constexpr):
-    """The next boxes, of one tile; done: boxes before them."""
-    sums.fill(0.0)
-    for i in cutlass.range(0, count, unroll=1):
-        stage, phase = (done + i) % stages, (done + i) // stages % 2
-        cute.arch.mbarrier_wait(shared.landed + stage, phase)
-        cute.arch.mbarrier_wait(shared.met + stage, phase)
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(DEPTH // 16):
-            cute.gemm(mma, sums, weights[None, None, k, stage], x[None, None, k, stage], sums)
-        warpgroup.commit_group()
-        warpgroup.wait_group(1)
-        if i > 0 and cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(shared.empty + (done + i - 1) % stages)
-    warpgroup.wait_group(0)
-    if cute.arch.lane_idx() == 0:
-        cute.arch.mbarrier_arrive(shared.empty + (done + count - 1) % stages)
-
-
-@cute.jit
-def _multiply(mma, shared: Shared, work: Workspace, facts: cutlass.Constexpr):
-    """One warpgroup: this CTA's parts of all products."""
-    thread, cta, stages = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], facts.stages
-    mma.set(warpgroup.Field.ACCUMULATE, True)
-    own = mma.get_slice(thread)
-    weights = mma.make_fragment_A(own.partition_A(shared.weights))
-    x = mma.make_fragment_B(own.partition_B(shared.x))
-    sums = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, facts.lanes)), cutlass.Float32)
+def _make_tiles(
+    shared: Shared, requests: Requests, parts: Parts, weights: Weights, rows: Rows, work: Workspace, num_rows,
+    facts: cutlass.Constexpr,
+):  # fmt: skip
+    """Eight warps: this CTA's tiles of all products."""
+    cta, _, _ = cute.arch.block_idx()
     launch = this_launch(work, facts)
-    done, pieces = cutlass.Int32(0), cutlass.Int32(0)
-    piece = next_piece(shared, pieces)
-    while piece < facts.first_pieces:
-        _, first, last = piece_boxes(piece, facts)
-        count = last - first
-        _multiply_boxes(mma, weights, x, sums, shared, done, count, stages)
-        store_part(sums, work, piece, tag(launch, 0, facts), thread, facts)
-        done += count
-        pieces += 1
-        piece = next_piece(shared, pieces)
-    pass_on(shared.multiplied)
-    for index in cutlass.range_constexpr(1, len(facts.products)):
+    done, x_done = cutlass.Int32(0), cutlass.Int32(0)
+    if cutlass.const_expr(facts.attention is not None):
+        done = multiply_units(shared, requests, parts, work, launch, facts)
+    elif cutlass.const_expr(not facts.behind):
+        cute.arch.griddepcontrol_wait()
+        prepare_rows(weights, rows, work, num_rows, facts)
+        pass_on(shared.multiplied)
+    if cutlass.const_expr(facts.attention is not None):
+        # Room for more boxes now would have the other CTAs' sums wait behind them: 244 us a block decode with 2K, 241 so.
+        cute.arch.mbarrier_wait(shared.added, 0)
+    held = hold(shared, done, facts)
+    cute.arch.griddepcontrol_wait()
+    for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
-        at, last = share(cta, product.tiles * product.boxes, product)
-        while at < last:
-            tile = at // product.boxes
-            count = cutlass.min(product.boxes - at % product.boxes, last - at)
-            _multiply_boxes(mma, weights, x, sums, shared, done, count, stages)
-            part = tile * facts.parts[index] + cta - owner(tile * product.boxes, product)
-            store_part(sums, work, part, tag(launch, index, facts), thread, facts)
-            done += count
-            at += count
-        pass_on(shared.multiplied + index)
+        if cutlass.const_expr(index > 0):  # noqa: SIM102 (decided when it is built, the next on the device)
+            if first_tile(cta, index, facts) < product.tiles:
+                cute.arch.mbarrier_wait(shared.ready + index, 0)
+        for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
+            loaded = load_ahead(weights, rows, tile, num_rows, index, facts)
+            multiply_tile(shared, held if index == 0 else None, done, x_done, product, facts)
+            if cutlass.const_expr(product.normed):
+                cute.arch.mbarrier_wait(shared.normed + index, 0)
+            finish_tile(shared, rows, work, tile, num_rows, loaded, index, facts)
+            done += product.boxes
+            x_done += product.x_fetches
+        publish(work, launch, tiles_of(cta, index, facts), index, facts)
 
 
 @cute.kernel
 def between_attentions_kernel(
     weight_maps: list[list[Maps]],
     x_maps: list[Maps],
-    mma: cute.TiledMma,
+    matrix: list[Maps],
+    requests: Requests,
+    parts: Parts,
     weights: Weights,
     rows: Rows,
     work: Workspace,
@@ -106,18 +74,24 @@ def between_attentions_kernel(
     eps: Eps,
     facts: cutlass.Constexpr,
 ):
-    """weight_maps, x_maps: of each product, of its one weight or its two, and of its x."""
+    """weight_maps, x_maps: of each product, of its one weight or its two, and of its x; matrix, requests, parts: of the
+    attention, where its parts are merged."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     shared = allocate(facts)
     if thread == 0:
         set_up(shared, facts)
     cute.arch.sync_threads()
-    if warp < FINISH:
-        _multiply(mma, shared, work, facts)
-    elif warp < FETCH:
-        finish(shared, weights, rows, work, num_rows, eps, facts)
-    elif warp == FETCH:
-        fetch_weights(weight_maps, shared, work, facts)
+    if warp < WARPS:
+        cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
+        _make_tiles(shared, requests, parts, weights, rows, work, num_rows, facts)
     else:
-        fetch_x(x_maps, shared, work, facts)
+        cute.arch.setmaxregister_decrease(FETCH_REGISTERS)
+        if warp == WARPS:
+            fetch_weights(weight_maps, matrix, requests.batch, shared, facts)
+        if warp == WARPS + 1:
+            fetch_x(x_maps, shared, work, facts)
+        if warp == WARPS + 2:
+            make_rms(shared, work, {"gate_up": eps.mlp, "qkv_a": eps.attention, "q_b": eps.q_a}, facts)
+        if warp == WARPS + 3:
+            add_units(shared, requests.batch, rows, work, facts)

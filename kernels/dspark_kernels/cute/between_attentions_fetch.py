@@ -1,4 +1,4 @@
-"""The two warps of `between_attentions` that fetch by TMA.
+"""The warps of `between_attentions` that fetch by TMA, and the one that makes 1 / rms of rows.
 
 `facts` is a `Facts` of `between_attentions_schedule`.
 """
@@ -10,22 +10,32 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from dspark_kernels.cute.between_attentions_meet import (
-    BLOCKS,
     SWIZZLE,
     Shared,
     acquire,
-    give_piece,
-    next_piece,
-    put,
+    pass_on,
     this_launch,
     wait_for,
 )
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, LINE, ROWS, Workspace, piece_boxes, share
+from dspark_kernels.cute.between_attentions_schedule import (
+    BLOCK,
+    BOX,
+    ELEMENTS,
+    LINE,
+    X_COLUMNS,
+    X_STAGES,
+    Workspace,
+    first_tile,
+)
+from dspark_kernels.cute.between_attentions_values import num_units, unit_of
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
 AHEAD = 2
+AHEAD_GATED = 3  # of gate and up, the longest stretch in which CTAs have nothing to tell: 254 us a block decode, 258 with 2
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
+SQUARES_IN_FLIGHT = 28
+GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
 
 
 class Maps(NamedTuple):
@@ -36,118 +46,158 @@ class Maps(NamedTuple):
 
 
 @cute.jit
-def _partition(maps: Maps, shared: cute.Tensor, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
-    """Boxes of a tensor in shared and in global memory."""
-    box = (rows, columns)
-    there = cute.flat_divide(cute.make_tensor(shared.iterator, shared.layout), box)
-    here = cute.flat_divide(maps.tensor, box)
-    return cpasync.tma_partition(maps.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2))
+def _copy(
+    maps: Maps, shared, at, tile, box, rows: cutlass.Constexpr, columns: cutlass.Constexpr, barrier, policy: cutlass.Constexpr,
+    facts: cutlass.Constexpr,
+):  # fmt: skip
+    """Asks for a box of rows x columns, which goes `at` values behind the first of `shared`: blocks of 64 columns, one behind
+    the other."""
+    place = cute.recast_ptr(shared.iterator, cute.make_swizzle(3, 4, 3), dtype=ELEMENTS[facts.dtype]) + at
+    layout = cute.make_layout((rows, (SWIZZLE, columns // SWIZZLE)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
+    there = cute.flat_divide(cute.make_tensor(place, layout), (rows, columns))
+    here = cute.flat_divide(maps.tensor, (rows, columns))
+    to, source = cpasync.tma_partition(
+        maps.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2)
+    )
+    cute.copy(
+        maps.atom, source[None, tile, box], to[None, 0, 0], tma_bar_ptr=barrier, cache_policy=cutlass.Int64(policy)
+    )  # fmt: skip
 
 
 @cute.jit
-def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, gated: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """One box of a weight, or half a box of each of two, once there is room; done: boxes before it."""
-    stage = acquire(shared, done, facts.stages)
-    if done >= AHEAD:
-        before = done - AHEAD
+def _next_stage(shared: Shared, done, ahead: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """The stage of a box, once there is room, and not too many are under way; done: boxes before it."""
+    stage = acquire(shared.empty, done, facts.stages)
+    if done >= ahead:
+        before = done - ahead
         cute.arch.mbarrier_wait(shared.landed + before % facts.stages, before // facts.stages % 2)
-    landed, policy = shared.landed + stage, cutlass.Int64(EVICT_FIRST)
+    return stage
+
+
+@cute.jit
+def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """One box of a weight, or half a box of each of two, once there is room; done: boxes before it."""
+    stage = _next_stage(shared, done, AHEAD_GATED if product.gated else AHEAD, facts)
+    landed, rows = shared.landed + stage, product.rows // len(maps)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * ROWS * DEPTH)
-    if cutlass.const_expr(gated):
-        for side in cutlass.range_constexpr(2):
-            to, source = _partition(maps[side], shared.weights, ROWS // 2, SWIZZLE)
-            for block in cutlass.range_constexpr(BLOCKS):
-                cute.copy(
-                    maps[side].atom, source[None, tile, box * BLOCKS + block], to[None, side, block, stage],
-                    tma_bar_ptr=landed, cache_policy=policy,
-                )  # fmt: skip
-    else:
-        to, source = _partition(maps[0], shared.weights, ROWS, DEPTH)
-        cute.copy(
-            maps[0].atom, source[None, tile, box], to[None, 0, 0, stage], tma_bar_ptr=landed, cache_policy=policy
-        )  # fmt: skip
+        cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * BOX)
+    for side in cutlass.range_constexpr(len(maps)):
+        at = stage * BOX + side * (BOX // len(maps))
+        _copy(maps[side], shared.weights, at, tile, box, rows, product.columns, landed, EVICT_FIRST, facts)
 
 
 @cute.jit
-def _ask(work: Workspace, facts: cutlass.Constexpr):
-    """How often the launch's CTAs have asked for a piece before, as the first lane's result."""
-    asked = cutlass.Int32(0)
-    if cute.arch.lane_idx() == 0:
-        asked = cute.arch.atomic_add(work.counters + facts.asked_at, cutlass.Int32(1), sem="relaxed", scope="gpu")
-    return asked
+def _fetch_matrix(maps: Maps, shared: Shared, number, done, facts: cutlass.Constexpr):
+    """A unit's part of its head's matrix, as one box; done: boxes before it."""
+    unit, rows = unit_of(number, facts.attention), facts.attention.value_width
+    landed = shared.landed + _next_stage(shared, done, AHEAD, facts)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * rows * SWIZZLE)
+    place = cute.recast_ptr(shared.weights.iterator, cute.make_swizzle(3, 4, 3), dtype=ELEMENTS[facts.dtype])
+    layout = cute.make_layout((rows, SWIZZLE), stride=(SWIZZLE, 1))
+    there = cute.flat_divide(cute.make_tensor(place + done % facts.stages * BOX, layout), (rows, SWIZZLE))
+    here = cute.flat_divide(maps.tensor, (rows, SWIZZLE))
+    to, source = cpasync.tma_partition(
+        maps.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2)
+    )
+    cute.copy(
+        maps.atom, source[None, 0, unit.slice, unit.group.head], to[None, 0, 0], tma_bar_ptr=landed,
+        cache_policy=cutlass.Int64(EVICT_NORMAL),
+    )  # fmt: skip
 
 
 @cute.jit
-def _fetch_pieces(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
-    """Of the first product, the CTA's own piece and those that it is the next to ask for; how many boxes."""
+def fetch_weights(
+    maps: list[list[Maps]], matrix: list[Maps], batch, shared: Shared, facts: cutlass.Constexpr
+):  # fmt: skip
+    """One warp.  maps: of each product, two where it is gated; matrix: of the heads' matrices, where parts are merged."""
     cta, _, _ = cute.arch.block_idx()
-    done, pieces = cutlass.Int32(0), cutlass.Int32(0)
-    piece, asked = cta, _ask(work, facts)
-    while piece < facts.first_pieces:
-        give_piece(shared, pieces, piece)
-        tile, first, last = piece_boxes(piece, facts)
-        for box in cutlass.range(first, last, unroll=1):
-            _fetch_box(maps, shared, tile, box, done, False, facts)
+    done = cutlass.Int32(0)
+    if cutlass.const_expr(facts.attention is not None):
+        for unit in cutlass.range(cta, num_units(batch, facts.attention), facts.ctas, unroll=1):
+            _fetch_matrix(matrix[0], shared, unit, done, facts)
             done += 1
-        pieces += 1
-        piece = facts.ctas + cute.arch.shuffle_sync(asked, 0)  # answered while the boxes were fetched
-        if piece < facts.first_pieces:
-            asked = _ask(work, facts)
-    give_piece(shared, pieces, cutlass.Int32(facts.first_pieces))
-    if cute.arch.shuffle_sync(asked, 0) == facts.asks - 1 and cute.arch.lane_idx() == 0:  # nobody asks again
-        put(work.counters + facts.asked_at, cutlass.Int32(0))
-    return done
-
-
-@cute.jit
-def fetch_weights(maps: list[list[Maps]], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
-    """maps: of each product, two where it is gated."""
-    cta, _, _ = cute.arch.block_idx()
-    done = _fetch_pieces(maps[0], shared, work, facts)
-    for index in cutlass.range_constexpr(1, len(facts.products)):
+    for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
-        first, last = share(cta, product.tiles * product.boxes, product)
-        for at in cutlass.range(first, last, unroll=1):
-            _fetch_box(maps[index], shared, at // product.boxes, at % product.boxes, done, product.gated, facts)
-            done += 1
+        for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
+            for box in cutlass.range(product.boxes, unroll=1):
+                _fetch_box(maps[index], shared, tile, box, done, product, facts)
+                done += 1
+
+
+@cute.jit
+def _fetch_columns(maps: Maps, shared: Shared, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """All columns of x for one tile; done: stages of x before it."""
+    for i in cutlass.range(product.x_fetches, unroll=1):
+        stage = acquire(shared.x_empty, done + i, X_STAGES)
+        met = shared.met + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(met, 2 * facts.lanes * product.x_columns)
+        at = stage * facts.lanes * X_COLUMNS[0]
+        _copy(maps, shared.x, at, 0, i, facts.lanes, product.x_columns, met, EVICT_NORMAL, facts)
 
 
 @cute.jit
 def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Constexpr):
-    """maps: of each product."""
+    """One warp.  maps: of each product."""
     cta, _, _ = cute.arch.block_idx()
-    cute.arch.griddepcontrol_wait()  # the first product's x is there
-    launch = this_launch(work, facts)
-    done, pieces = cutlass.Int32(0), cutlass.Int32(0)
-    cute.arch.fence_proxy("async.global")
-    piece = next_piece(shared, pieces)
-    while piece < facts.first_pieces:
-        _, first, last = piece_boxes(piece, facts)
-        for box in cutlass.range(first, last, unroll=1):
-            _fetch_rows(maps[0], shared, box, done, facts)
-            done += 1
-        pieces += 1
-        piece = next_piece(shared, pieces)
-    for index in cutlass.range_constexpr(1, len(facts.products)):
+    cute.arch.griddepcontrol_wait()  # the first product's x is there, or what it is made of
+    launch, done = this_launch(work, facts), cutlass.Int32(0)
+    for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
-        first, last = share(cta, product.tiles * product.boxes, product)
-        if first < last:  # a CTA that has none may come when the launch is over, and must not wait for the next one
-            wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
+        # A CTA that has none may come when the launch is over, and must not wait for the next one.
+        if first_tile(cta, index, facts) < product.tiles:
+            if cutlass.const_expr(index > 0):
+                wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
+            elif cutlass.const_expr(facts.attention is not None or not facts.behind):
+                wait_for(work.counters + facts.made_at, launch * facts.ctas, shared.ready)
             cute.arch.fence_proxy("async.global")
-        for at in cutlass.range(first, last, unroll=1):
-            _fetch_rows(maps[index], shared, at % product.boxes, done, facts)
-            done += 1
+        for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
+            _fetch_columns(maps[index], shared, done, product, facts)
+            done += product.x_fetches
 
 
 @cute.jit
-def _fetch_rows(maps: Maps, shared: Shared, box, done, facts: cutlass.Constexpr):
-    """One box of x, once there is room."""
-    to, source = _partition(maps, shared.x, facts.lanes, DEPTH)
-    stage = acquire(shared, done, facts.stages)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(shared.met + stage, 2 * facts.lanes * DEPTH)
-    cute.copy(
-        maps.atom, source[None, 0, box], to[None, 0, 0, stage], tma_bar_ptr=shared.met + stage,
-        cache_policy=cutlass.Int64(EVICT_NORMAL),
-    )  # fmt: skip
+def _sum_squares(squares, group, tiles: cutlass.Constexpr, lanes: cutlass.Constexpr):
+    """Of one row the sums of the tiles group, group + 4, ... of a product, in their order."""
+    total = cutlass.Float32(0.0)
+    turns = -(-tiles // GROUPS)
+    for begin in cutlass.range_constexpr(0, turns, SQUARES_IN_FLIGHT):
+        count = min(SQUARES_IN_FLIGHT, turns - begin)
+        values = cute.make_rmem_tensor(count, cutlass.Float32)
+        for i in cutlass.range_constexpr(count):  # all in flight together
+            tile = group + (begin + i) * GROUPS
+            values[i] = (squares + cutlass.min(tile, tiles - 1) * lanes).load()
+        for i in cutlass.range_constexpr(count):
+            if group + (begin + i) * GROUPS < tiles:
+                total += values[i]
+    return total
+
+
+@cute.jit
+def make_rms(shared: Shared, work: Workspace, eps: dict, facts: cutlass.Constexpr):
+    """One warp: 1 / rms of the rows of each product that is normed, from the squares that the tiles of the product before left,
+    or the blocks of given rows.  eps: of each of these products, by name."""
+    cta, _, _ = cute.arch.block_idx()
+    lane, lanes = cute.arch.lane_idx(), facts.lanes
+    for index in cutlass.range_constexpr(len(facts.products)):
+        product = facts.products[index]
+        if cutlass.const_expr(product.normed):  # noqa: SIM102 (decided when it is built, the next on the device)
+            if first_tile(cta, index, facts) < product.tiles:
+                cute.arch.mbarrier_wait(shared.ready + index, 0)
+                tiles = product.depth // (facts.products[index - 1] if index else BLOCK).features
+                begin = (index - 1) * facts.squares if index else facts.prepared_at
+                squares = work.squares + (begin * lanes + lane % lanes)
+                # The four groups as (0 + 1) + (2 + 3), whoever has them.
+                total = _sum_squares(squares, lane // lanes, tiles, lanes)
+                if cutlass.const_expr(lanes == 8):
+                    total += cute.arch.shuffle_sync_bfly(total, 8)
+                    total += cute.arch.shuffle_sync_bfly(total, 16)
+                else:
+                    total += cute.arch.shuffle_sync_bfly(total, 16)
+                    other = _sum_squares(squares, 2 + lane // lanes, tiles, lanes)
+                    other += cute.arch.shuffle_sync_bfly(other, 16)
+                    total += other
+                if lane < lanes:
+                    shared.rms[lane] = cute.math.rsqrt(total * (1.0 / product.depth) + eps[product.name])
+                pass_on(shared.normed + index)

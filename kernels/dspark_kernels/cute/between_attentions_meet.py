@@ -1,4 +1,4 @@
-"""How the warps and the CTAs of `between_attentions` meet: shared memory, barriers, counters, and words that say what they are.
+"""How the warps and the CTAs of `between_attentions` meet: shared memory, barriers and counters.
 
 `facts` is a `Facts` of `between_attentions_schedule`.
 """
@@ -9,67 +9,59 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from dspark_kernels.cute.between_attentions_schedule import DEPTH, ELEMENTS, ROWS, Workspace
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_COLUMNS, X_STAGES, Workspace
 
-WARP, GROUP = 32, 128
+WARP = 32
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
-BLOCKS = DEPTH // SWIZZLE  # of a box
-FINISHERS = 1  # a named barrier
-QUEUE = 16  # pieces that a CTA has taken and not multiplied, at most: of a box each, all stages, one in front and one behind
+MULTIPLIERS = 1  # a named barrier, that of `block_attention_merge` too
+SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 features, and room against bank conflicts
 
 
 class Shared(NamedTuple):
-    """weights [64, 128, stage], x [lanes, 128, stage]; float32: sums [4, lanes], rms [lanes]; mbarriers of each stage: for
-    its weights, its x, and for both to be used; pieces: int32, numbers of the pieces that the CTA has taken, with an mbarrier
-    for each to be there; mbarriers of each product: for what the CTA has of it to be multiplied, and for the product before
-    to be finished."""
+    """weights [stage, BOX], x [X_STAGES, lanes * 512]; float32: sums [warp, lanes, SUM_ROW], rms [lanes]; mbarriers of each
+    stage: for it to be there, and to be used; of each product: for the product before to be finished, and for 1 / rms of its
+    rows to be there; for the CTA's units to be multiplied, or its blocks of given rows to be prepared; and for its sums of
+    units to be stored."""
 
     weights: cute.Tensor
     x: cute.Tensor
     sums: cute.Tensor
     rms: cute.Tensor
     landed: cute.Pointer
-    met: cute.Pointer
     empty: cute.Pointer
-    pieces: cute.Tensor
-    taken: cute.Pointer
-    multiplied: cute.Pointer
+    met: cute.Pointer
+    x_empty: cute.Pointer
     ready: cute.Pointer
-
-
-@cute.jit
-def boxes_layout(rows: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """[rows, depth, stage]: swizzled blocks of 64 columns, one behind the other."""
-    return cute.make_layout((rows, (SWIZZLE, BLOCKS), facts.stages), stride=(SWIZZLE, (1, rows * SWIZZLE), rows * DEPTH))
+    normed: cute.Pointer
+    multiplied: cute.Pointer
+    added: cute.Pointer
 
 
 @cute.jit
 def allocate(facts: cutlass.Constexpr):
-    dtype, allocator, swizzle = ELEMENTS[facts.dtype], SmemAllocator(), cute.make_swizzle(3, 4, 3)
-    weights = allocator.allocate_tensor(dtype, boxes_layout(ROWS, facts), 1024, swizzle)
-    x = allocator.allocate_tensor(dtype, boxes_layout(facts.lanes, facts), 1024, swizzle)
-    sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(4 * GROUP), 16)
+    dtype, allocator = ELEMENTS[facts.dtype], SmemAllocator()
+    weights = allocator.allocate_tensor(dtype, cute.make_layout(facts.stages * BOX), 1024)
+    x = allocator.allocate_tensor(dtype, cute.make_layout(X_STAGES * facts.lanes * X_COLUMNS[0]), 1024)
+    sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(WARPS * facts.lanes * SUM_ROW), 16)
     rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
-    barriers = [allocator.allocate_array(cutlass.Int64, facts.stages) for _ in range(3)]
-    pieces = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(QUEUE), 16)
-    counts = (QUEUE, len(facts.products), len(facts.products))
-    return Shared(
-        weights, x, sums, rms, *barriers, pieces, *(allocator.allocate_array(cutlass.Int64, count) for count in counts)
-    )
+    products = len(facts.products)
+    counts = (facts.stages, facts.stages, X_STAGES, X_STAGES, products, products, 1, 1)
+    return Shared(weights, x, sums, rms, *(allocator.allocate_array(cutlass.Int64, count) for count in counts))
 
 
 @cute.jit
 def set_up(shared: Shared, facts: cutlass.Constexpr):
     """One thread; the others meet it before they use what is set up."""
-    for stage in cutlass.range_constexpr(facts.stages):
-        cute.arch.mbarrier_init(shared.landed + stage, 1)
-        cute.arch.mbarrier_init(shared.met + stage, 1)
-        cute.arch.mbarrier_init(shared.empty + stage, GROUP // WARP)
-    for slot in cutlass.range_constexpr(QUEUE):
-        cute.arch.mbarrier_init(shared.taken + slot, 1)
-    for index in cutlass.range_constexpr(len(facts.products)):
-        cute.arch.mbarrier_init(shared.multiplied + index, GROUP // WARP)
-        cute.arch.mbarrier_init(shared.ready + index, 1)
+    products = len(facts.products)
+    kinds = (
+        (shared.landed, facts.stages, 1), (shared.empty, facts.stages, WARPS), (shared.met, X_STAGES, 1),
+        (shared.x_empty, X_STAGES, WARPS), (shared.ready, products, 1), (shared.normed, products, 1),
+        (shared.multiplied, 1, WARPS),
+        (shared.added, 1, 1),
+    )  # fmt: skip
+    for barriers, count, arrivals in kinds:
+        for i in cutlass.range_constexpr(count):
+            cute.arch.mbarrier_init(barriers + i, arrivals)
     cute.arch.mbarrier_init_fence()
 
 
@@ -80,24 +72,9 @@ def this_launch(work: Workspace, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def give_piece(shared: Shared, count, piece):
-    """The CTA's next piece to the other warps, or a number that is none; count: of those before.  A whole warp."""
-    if cute.arch.lane_idx() == 0:
-        shared.pieces[count % QUEUE] = piece
-        cute.arch.mbarrier_arrive(shared.taken + count % QUEUE)
-
-
-@cute.jit
-def next_piece(shared: Shared, count):
-    """What `give_piece` has given behind so many others."""
-    cute.arch.mbarrier_wait(shared.taken + count % QUEUE, count // QUEUE % 2)
-    return shared.pieces[count % QUEUE]
-
-
-@cute.jit
 def wait_for(counter, wanted, seen_barrier):
-    """Until a counter has reached a value; then what was written before it was raised is seen, by the other warps when they
-    have waited for the barrier.  One warp of a CTA: each that looks delays those that raise it."""
+    """Until a counter has reached a value; then what was stored before it was raised is seen, by the other warps when they have
+    waited for the barrier.  One warp of a CTA: each that looks delays those that finish."""
     if cute.arch.lane_idx() == 0:
         seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
         while seen - wanted < 0:  # so that they may wrap around
@@ -115,42 +92,33 @@ def pass_on(barrier):
 
 
 @cute.jit
-def raise_counter(counter):
-    """One more; who sees it sees what the thread, and those that it met before, have written."""
-    cute.arch.red(counter, cutlass.Int32(1), op="add", dtype=cutlass.Int32, sem="release", scope="gpu")
-
-
-@cute.jit
-def acquire(shared: Shared, done, stages: cutlass.Constexpr):
-    """The next stage, once it is empty."""
+def acquire(empty, done, stages: cutlass.Constexpr):
+    """The next stage, once it is empty; done: stages filled before it."""
     stage = done % stages
     if done >= stages:
-        cute.arch.mbarrier_wait(shared.empty + stage, (done // stages - 1) % 2)
+        cute.arch.mbarrier_wait(empty + stage, (done // stages - 1) % 2)
     return stage
 
 
 @cute.jit
-def words_of(work: Workspace, piece, v, thread, facts: cutlass.Constexpr):
-    """The first of the four words of a vector."""
-    return work.parts + ((piece * (facts.lanes // 8) + v) * GROUP + thread) * 4
+def raise_counter(counter):
+    """One more; who sees it sees what the thread, and those that it met before, have stored."""
+    cute.arch.red(counter, cutlass.Int32(1), op="add", dtype=cutlass.Int32, sem="release", scope="gpu")
 
 
 @cute.jit
-def store_part(sums, work: Workspace, piece, tag, thread, facts: cutlass.Constexpr):
-    """Each value with the tag in a word of its own, which is written and read whole: nobody has to wait for an order."""
-    for v in cutlass.range_constexpr(facts.lanes // 8):
-        words = words_of(work, piece, v, thread, facts)
-        for i in cutlass.range_constexpr(2):
-            cute.arch.inline_ptx(
-                "{ .reg .b64 one, two; mov.b64 one, {{$r1}, {$r3}}; mov.b64 two, {{$r2}, {$r3}}; "
-                "st.relaxed.gpu.global.v2.b64 [{$r0}], {one, two}; }",
-                read_only_args=[words + 2 * i, sums[4 * v + 2 * i], sums[4 * v + 2 * i + 1], tag],
-            )
+def store_words(words, left, right, tag):
+    """Two neighbouring words, each a value and its tag, which is written and read whole: nobody has to wait for an order."""
+    cute.arch.inline_ptx(
+        "{ .reg .b64 one, two; mov.b64 one, {{$r1}, {$r3}}; mov.b64 two, {{$r2}, {$r3}}; "
+        "st.relaxed.gpu.global.v2.b64 [{$r0}], {one, two}; }",
+        read_only_args=[words, left, right, tag],
+    )
 
 
 @cute.jit
 def load_words(words, values, wanted):
-    """Two neighbouring words; whether both have the tag."""
+    """The values of two neighbouring words; whether both have the tag."""
     left, left_tag, right, right_tag = cute.arch.inline_ptx(
         "{ .reg .b64 one, two; ld.relaxed.gpu.global.v2.b64 {one, two}, [{$r0}]; "
         "mov.b64 {{$w0}, {$w1}}, one; mov.b64 {{$w2}, {$w3}}, two; }",
@@ -159,6 +127,12 @@ def load_words(words, values, wanted):
     )
     values[0], values[1] = left, right
     return left_tag == wanted and right_tag == wanted
+
+
+@cute.jit
+def meet():
+    """All warps that multiply."""
+    cute.arch.barrier(barrier_id=MULTIPLIERS, number_of_threads=WARPS * WARP)
 
 
 @cute.jit

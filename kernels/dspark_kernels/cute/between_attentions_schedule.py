@@ -1,11 +1,9 @@
-"""What the CTAs of `between_attentions` agree on: the products, who multiplies which part of a weight, and who finishes a tile.
+"""What the CTAs of `between_attentions` agree on: the products, their tiles, and who makes which.
 
-A weight [N, K] is cut into tiles of 64 rows, and a tile into boxes of 64 x 128 values.  The boxes of a product form one list,
-tile after tile, of which each CTA takes an equal part; what it has of a tile goes to a workspace, and one CTA finishes it.
+A weight [N, K] is cut into tiles of 16, 32 or 64 rows over its whole depth, and a tile into boxes of 16 KB.  A CTA makes its
+tiles from their first box to what is stored, so what CTAs tell one another are finished rows only.
 
-The first product is cut otherwise, into pieces of two boxes: each CTA has one, and takes more of them as long as it has room
-and some are left.  An early launch (`Facts.early`) has CTAs that come when the kernel before it ends; the others have the
-product's weights by then.
+The tiles of the products belong to CTAs in turn, all products behind one another.
 """
 
 from dataclasses import dataclass
@@ -15,28 +13,78 @@ import cutlass
 import cutlass.cute as cute
 import torch
 
+from dspark_kernels.cute.block_attention_facts import Facts as AttentionFacts
+
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16}
-ROWS, DEPTH = 64, 128  # of a box
+BOX = 8192  # values of a box
+X_COLUMNS = (512, 256, 128)  # of x that are fetched at once; a stage has room for the first
+LANES = (8, 16)  # classes of row counts
+WARPS = 8  # that multiply: each has 16 rows and 64 columns of a box
 LINE = 32  # int32 from one counter to the next: in one line of L2 they would delay one another
-PIECE = 2  # boxes of the first product that a CTA takes at once
-LANES = (8, 16, 32)  # classes of row counts
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
+X_STAGES = 4
+HELD = 8  # boxes of a tile that wait in registers: a block decode with 2K takes 251 us so, 255 without
+SMALL_BYTES = 16 << 10  # of shared memory that is neither boxes nor x
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One weight, or two where it is gated: then a tile holds 32 rows of each.
+    """One weight, or two where it is gated: then a tile holds as many rows of each.
 
-    tiles; boxes: of a tile; ctas: that share boxes and tiles, each with one box or more; of the first product only the tiles.
+    rows: of a tile, of both weights together; depth: columns of the weight; x_columns: fetched at once.
     normed: x is RMSNormed, which the product before has prepared.
     """
 
     name: str
     tiles: int
-    boxes: int
-    ctas: int
+    rows: int
+    depth: int
     normed: bool = False
     gated: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of a box."""
+        return BOX // self.rows
+
+    @property
+    def boxes(self) -> int:
+        return self.depth // self.columns
+
+    @property
+    def x_columns(self) -> int:
+        return next(columns for columns in X_COLUMNS if self.depth % columns == 0)
+
+    @property
+    def x_boxes(self) -> int:
+        """Boxes of the weight that meet the columns of x that are fetched at once."""
+        return self.x_columns // self.columns
+
+    @property
+    def x_fetches(self) -> int:
+        """How often columns of x are fetched for a tile."""
+        return self.depth // self.x_columns
+
+    @property
+    def groups(self) -> int:
+        """Of 16 rows of a tile."""
+        return self.rows // 16
+
+    @property
+    def features(self) -> int:
+        """Columns of the result that a tile makes."""
+        return self.rows // 2 if self.gated else self.rows
+
+
+def tile_rows(count: int, depth: int, ctas: int, *, gated: bool) -> int:
+    """Rows of a tile of a weight [count, depth]: so that the CTA with the most has the fewest, and then as many as can be,
+    since each tile takes all of x.  16 rows are of one weight."""
+    sizes = (64, 32) if gated else (64, 32, 16)
+    fitting = [rows for rows in sizes if depth % (BOX // rows) == 0]
+    return min(fitting, key=lambda rows: -(-(count // rows) // ctas) * rows)
+
+
+BLOCK = Product("", 0, 64, 0)  # columns of given rows that are prepared together, as if they were a tile's result
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +92,9 @@ class Facts:
     """What a build is specialised for.
 
     lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
-    next layer's latents and queries are made; ctas: one for each multiprocessor; early: the launch begins beside the kernel
-    before it, each CTA when there is room, else when there is room for all of them.
+    next layer's latents and queries are made; ctas: all of them resident; early: the launch begins beside the kernel before
+    it; attention: of that kernel, whose parts are merged first; None: the first product's x is given; behind: whether the
+    products behind an attention are made, else only those in front of the next layer's, of the rows in `Rows.residual`.
     """
 
     dtype: torch.dtype
@@ -59,12 +108,14 @@ class Facts:
     following: bool
     ctas: int
     early: bool = False
+    attention: AttentionFacts | None = None
+    behind: bool = True
 
     @property
     def products(self) -> tuple[Product, ...]:
-        def product(name: str, rows: int, depth: int, **kind) -> Product:
-            tiles, boxes = rows // ROWS, depth // DEPTH
-            return Product(name, tiles, boxes, min(self.ctas, tiles * boxes), **kind)
+        def product(name: str, count: int, depth: int, **kind) -> Product:
+            rows = tile_rows(count, depth, self.ctas, gated=kind.get("gated", False))
+            return Product(name, count // rows, rows, depth, **kind)
 
         own = (
             product("o", self.hidden, self.values),
@@ -75,94 +126,66 @@ class Facts:
             product("qkv_a", self.q_rank + self.latent, self.hidden, normed=True),
             product("q_b", self.queries, self.q_rank, normed=True),
         )
+        if not self.behind:
+            return next_layers
         return own + next_layers if self.following else own
 
     @property
-    def tile_pieces(self) -> int:
-        """Pieces of a tile of the first product."""
-        return -(-self.products[0].boxes // PIECE)
-
-    @property
-    def first_pieces(self) -> int:
-        """Pieces of the first product."""
-        return self.products[0].tiles * self.tile_pieces
-
-    @property
-    def asks(self) -> int:
-        """How often the CTAs of a launch ask for a piece: for each that is nobody's own, and each CTA once in vain."""
-        return max(self.first_pieces, self.ctas)
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """The most parts of a tile, by product."""
-        return (
-            self.tile_pieces,
-            *(
-                max(owner((tile + 1) * p.boxes - 1, p) - owner(tile * p.boxes, p) + 1 for tile in range(p.tiles))
-                for p in self.products[1:]
-            ),
-        )
+    def held(self) -> int:
+        """Boxes of a CTA's tile of the first product that wait in registers for their x, if no CTA has two tiles."""
+        first = self.products[0]
+        return min(HELD, first.boxes) if first.tiles <= self.ctas else 0
 
     @property
     def squares(self) -> int:
         """Tiles whose sums of squares a product leaves for the next, at most."""
-        return max(self.hidden, self.q_rank) // ROWS
+        return max(self.hidden, self.q_rank) // 16
 
     @property
     def num_squares(self) -> int:
         return len(self.products) * self.squares * self.lanes
 
     @property
-    def stages(self) -> int:
-        """Boxes that are under way in a CTA, with the rows of x that meet them."""
-        return (SHARED_BYTES - (4 << 10)) // (2 * DEPTH * (ROWS + self.lanes))
+    def prepared_at(self) -> int:
+        """Where the squares of given rows lie, among those of tiles: the last product leaves none."""
+        return (len(self.products) - 1) * self.squares
 
     @property
-    def asked_at(self) -> int:
-        """Place of the counter of pieces asked for, behind those of finished tiles."""
+    def x_bytes(self) -> int:
+        """Of a stage of x."""
+        return 2 * self.lanes * X_COLUMNS[0]
+
+    @property
+    def stages(self) -> int:
+        """Boxes that a CTA has room for."""
+        return (SHARED_BYTES - SMALL_BYTES - X_STAGES * self.x_bytes) // (2 * BOX)
+
+    @property
+    def made_at(self) -> int:
+        """Place of the counter of CTAs that have made what they make of the first product's x, behind those of finished
+        tiles."""
         return LINE * len(self.products)
 
     @property
     def launches_at(self) -> int:
         """Place of the counter of launches, the last one."""
-        return self.asked_at + LINE
+        return self.made_at + LINE
 
     @property
     def num_counters(self) -> int:
         return self.launches_at + 1
 
-    @property
-    def num_parts(self) -> int:
-        """Words of the workspace: products take turns with it."""
-        most = max(p.tiles * parts for p, parts in zip(self.products, self.parts, strict=True))
-        return most * ROWS * self.lanes
+
+def first_tile(cta, index: int, facts: Facts):
+    """The first tile of a CTA, of a product; the next ones follow facts.ctas apart.  Past the last for a CTA that
+    has none: it is among the first of the next product then.  Here and below: ints, or the DSL's integers."""
+    before = sum(product.tiles for product in facts.products[:index])
+    return (cta + -before % facts.ctas) % facts.ctas
 
 
-def piece_boxes(piece, facts: Facts):
-    """The tile of a piece of the first product; the first of its boxes in the tile, and the end.  Here and below: ints, or the
-    DSL's integers."""
-    first = piece % facts.tile_pieces * PIECE
-    return piece // facts.tile_pieces, first, cutlass.min(first + PIECE, facts.products[0].boxes)
-
-
-def share(cta, length: int, product: Product):
-    """Where a CTA's part of a list of a product's boxes or tiles begins, and where it ends; both at the list's end for a CTA
-    that has none."""
-    first, last = cta * length // product.ctas, (cta + 1) * length // product.ctas
-    return cutlass.min(first, length), cutlass.min(last, length)
-
-
-def owner(at, product: Product):
-    """The CTA whose part of a product's boxes holds this one: the inverse of `share`."""
-    return ((at + 1) * product.ctas - 1) // (product.tiles * product.boxes)
-
-
-def tag(launch, index: int, facts: Facts):
-    """What marks the parts of a product, of all that lie in a workspace; launch: counts from 1 in each of the two forms.
-
-    int32, so that a form's tags return after 2**28 launches: a word that was left alone just as long would pass for a new one.
-    """
-    return launch * 16 + 8 * facts.following + index
+def tiles_of(cta, index: int, facts: Facts):
+    """How many tiles of a product a CTA has."""
+    return (facts.products[index].tiles - first_tile(cta, index, facts) + facts.ctas - 1) // facts.ctas
 
 
 class Weights(NamedTuple):
@@ -204,11 +227,10 @@ class Eps(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """parts: int64 [tile, part, vector, thread, 4], in the order of the multiplying threads' registers: in each word a float32
-    and, above it, the tag of launch and product.  squares: float32 [product, tile, lane].  counters: int32, of finished tiles
-    by product; of pieces asked for, 0 between launches; of launches.  The others only grow, and wrap around.
-    `LINE` apart."""
+    """words: int64 [unit, column, UNIT_ROWS], each a float32 and above it the tag of the launch.  squares: float32 [product,
+    tile, lane].  counters: int32, of finished tiles by product; of CTAs that have made x; of launches; they only grow, and wrap
+    around.  `LINE` apart."""
 
-    parts: cute.Pointer
+    words: cute.Pointer
     squares: cute.Pointer
     counters: cute.Pointer

@@ -5,7 +5,8 @@ each request and tile of query rows to a workspace.  The second adds these parts
 the sums by each head's matrix if there are some (`block_attention_values`).
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cache
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -37,6 +38,7 @@ from dspark_kernels.cute.compile import compile_once
 
 THREADS = CONSUMERS + 128  # and one warpgroup for the fetching warp: registers move between whole warpgroups
 NO_WINDOW = 2**31 - 1
+MERGING_WARPS, UNIT_ROWS = 8, 4  # where `between_attentions` merges: its warps that multiply, and the rows of a unit
 LOG2_E = 1.4426950408889634
 
 
@@ -74,8 +76,8 @@ def _launch(
     block_attention_kernel(
         tma_atom, tma_tensor, query_atom, query_tensor, queries, requests, work, scale, facts
     ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
-    threads = (facts.merge_warps * WARP, 1, 1)
-    if cutlass.const_expr(facts.value_width):
+    threads = (facts.warps * WARP, 1, 1)
+    if cutlass.const_expr(facts.merged and facts.value_width):
         merge_values_kernel(requests, work, matrices, out, facts).launch(
             grid=(requests.batch * facts.slices, facts.heads, -(-facts.rows // facts.group_rows)),
             block=threads,
@@ -85,7 +87,7 @@ def _launch(
             stream=stream,
             use_pdl=True,
         )
-    else:
+    elif cutlass.const_expr(facts.merged):
         merge_kernel(requests, work, out, facts).launch(
             grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
             block=threads,
@@ -153,6 +155,85 @@ def _group_rows(batch: int, heads: int) -> int:
     return 4 if batch == 1 and heads <= 8 else 8
 
 
+@dataclass(frozen=True)
+class UnmergedAttention:
+    """What the first kernel leaves: what its build depends on, what its launch was given, and the tensors that this names."""
+
+    facts: Facts
+    arguments: tuple
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def merge_arguments(self) -> tuple[Requests, Workspace, Matrices]:
+        """What a merge needs of the launch's arguments."""
+        _, _, requests, work, matrices, *_ = self.arguments
+        return requests, work, matrices
+
+
+@cache
+def stand_in_merge_arguments() -> tuple[Requests, Workspace, Matrices]:
+    """`UnmergedAttention.merge_arguments` for a build, or a launch, that does not look at them."""
+    facts = Facts(torch.bfloat16, 128, 192, 1, 1, 8, False, 1)
+    _, arguments = _entry(facts)
+    _, _, requests, work, matrices, *_ = arguments
+    return requests, work, matrices
+
+
+def _call(
+    queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, softmax_scale: float, causal: bool = False,
+    window: int | None = None, slots=None, value_weights=None, **form,
+) -> UnmergedAttention:  # fmt: skip
+    """A launch that is ready, `block_attention`'s arguments checked; form: of `Facts`, instead of what is chosen here."""
+    check_call(queries, latents, page_table, context_lens, seq_lens, slots, kv_lora_rank, softmax_scale)
+    if value_weights is not None:
+        check_values(value_weights, queries, kv_lora_rank)
+    batch, rows, heads, width = queries.shape
+    pages, page_size, _ = latents.shape
+    device = queries.device
+    architecture = build_architecture(torch.cuda.get_device_capability(device))
+    if architecture != "sm_90a":
+        raise ValueError(f"block_attention=cute is built for sm_90a, and this device takes {architecture}; choose triton")
+    batch_stride, row_stride, head_stride = queries.stride()[:3]
+    if heads == 1:
+        head_stride = row_stride
+    if value_weights is not None:
+        form = {
+            "value_width": value_weights.shape[2], "group_rows": _group_rows(batch, heads),
+            "value_chunks": in_chunks(value_weights), **form,
+        }  # fmt: skip
+    ctas = torch.cuda.get_device_properties(device).multi_processor_count
+    facts = Facts(
+        queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
+        fetch_queries=rows == 1 or row_stride == heads * head_stride, **form,
+    )  # fmt: skip
+    out = queries  # of a launch that does not merge there is none
+    if facts.merged:
+        out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)
+    places = ctas + batch * facts.row_tiles
+    parts = torch.empty(places, TILE, kv_lora_rank, dtype=torch.float16, device=device)
+    statistics = torch.empty(places, 2, TILE, 2, dtype=torch.float32, device=device)
+    matrices = out if value_weights is None else value_weights
+    given = (
+        queries, latents, page_table, seq_lens if slots is None else slots, context_lens, seq_lens, parts, statistics,
+        matrices, out,
+    )  # fmt: skip
+    tensors = dict(zip(TENSORS, given, strict=True))
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    strides, pool = (batch_stride, row_stride, head_stride), (*latents.stride()[:2], pages)
+    seen, scale = NO_WINDOW if window is None else window, softmax_scale * LOG2_E
+    arguments = _arguments(facts, addresses, strides, pool, page_table.stride(0), matrices.stride()[:3], batch, seen, scale)
+    return UnmergedAttention(facts, arguments, tensors)
+
+
+def _launch_now(call: UnmergedAttention) -> None:
+    """On the device's current stream."""
+    device = call.tensors["queries"].device
+    with torch.cuda.device(device):
+        stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
+        architecture = build_architecture(torch.cuda.get_device_capability(device))
+        compile_block_attention(call.facts, architecture)(*call.arguments, stream)
+
+
 def block_attention(
     queries: torch.Tensor,
     latents: torch.Tensor,
@@ -183,45 +264,25 @@ def block_attention(
     Raises:
         ValueError: there is no build for the device, the dtype or the shape, or a stride does not suit 16-byte accesses.
     """
-    check_call(queries, latents, page_table, context_lens, seq_lens, slots, kv_lora_rank, softmax_scale)
-    if value_weights is not None:
-        check_values(value_weights, queries, kv_lora_rank)
-    batch, rows, heads, width = queries.shape
-    pages, page_size, _ = latents.shape
-    device = queries.device
-    architecture = build_architecture(torch.cuda.get_device_capability(device))
-    if architecture != "sm_90a":
-        raise ValueError(f"block_attention=cute is built for sm_90a, and this device takes {architecture}; choose triton")
-    batch_stride, row_stride, head_stride = queries.stride()[:3]
-    if heads == 1:
-        head_stride = row_stride
-    one_stride = rows == 1 or row_stride == heads * head_stride
-    ctas = torch.cuda.get_device_properties(device).multi_processor_count
-    facts = Facts(
-        queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
-        fetch_queries=one_stride, two_tiles=two_tiles,
+    call = _call(
+        queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
+        causal=causal, window=window, slots=slots, value_weights=value_weights, two_tiles=two_tiles,
     )  # fmt: skip
-    if value_weights is not None:
-        facts = replace(
-            facts, value_width=value_weights.shape[2], group_rows=_group_rows(batch, heads),
-            value_chunks=in_chunks(value_weights),
-        )  # fmt: skip
-    out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)
-    if not out.numel():
-        return out
-    places = ctas + batch * facts.row_tiles
-    parts = torch.empty(places, TILE, kv_lora_rank, dtype=torch.float16, device=device)
-    statistics = torch.empty(places, 2, TILE, 2, dtype=torch.float32, device=device)
-    matrices = out if value_weights is None else value_weights
-    tensors = (
-        queries, latents, page_table, seq_lens if slots is None else slots, context_lens, seq_lens, parts, statistics,
-        matrices, out,
-    )  # fmt: skip
-    addresses = dict(zip(TENSORS, (tensor.data_ptr() for tensor in tensors), strict=True))
-    strides, pool = (batch_stride, row_stride, head_stride), (*latents.stride()[:2], pages)
-    seen, scale = NO_WINDOW if window is None else window, softmax_scale * LOG2_E
-    with torch.cuda.device(device):
-        stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        arguments = _arguments(facts, addresses, strides, pool, page_table.stride(0), matrices.stride()[:3], batch, seen, scale)
-        compile_block_attention(facts, architecture)(*arguments, stream)
-    return out
+    if call.tensors["out"].numel():
+        _launch_now(call)
+    return call.tensors["out"]
+
+
+def unmerged_attention(
+    queries: torch.Tensor, latents: torch.Tensor, page_table: torch.Tensor, context_lens: torch.Tensor, seq_lens: torch.Tensor,
+    **options,
+) -> UnmergedAttention:  # fmt: skip
+    """The first of `block_attention`'s launches, with value_weights, for `between_attentions` to merge; B, N and heads >= 1.
+
+    Raises:
+        ValueError: as `block_attention`.
+    """
+    form = {"merged": False, "merging_warps": MERGING_WARPS, "group_rows": UNIT_ROWS}
+    call = _call(queries, latents, page_table, context_lens, seq_lens, **options, **form)
+    _launch_now(call)
+    return call

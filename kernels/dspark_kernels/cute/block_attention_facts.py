@@ -21,6 +21,8 @@ class Facts:
     group_rows: block rows of a head that a cluster takes where the merge multiplies: 4 or 8; the bits are the same.
     value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
     two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
+    merging_warps: of a CTA that merges; None: one for each of `merge_warps`, whose sums they make.
+    merged: the launch merges; else another one does.
     """
 
     dtype: torch.dtype
@@ -37,6 +39,8 @@ class Facts:
     group_rows: int = 8
     value_chunks: bool = True
     two_tiles: bool | None = None
+    merging_warps: int | None = None
+    merged: bool = True
 
     def __post_init__(self) -> None:
         if self.two_tiles and self.width == self.latent:
@@ -44,6 +48,8 @@ class Facts:
                 f"two key tiles in flight need key columns without a value, and key rows of {self.width} have none behind "
                 f"{self.latent} latents; leave two_tiles out"
             )
+        if self.merge_warps % self.warps:
+            raise ValueError(f"{self.warps} warps cannot make the sums of {self.merge_warps}: blocks of {self.queries} queries")
 
     @property
     def queries(self) -> int:
@@ -89,6 +95,16 @@ class Facts:
         return 16 if self.row_tiles < 4 else 4
 
     @property
+    def merge_turns(self) -> int:
+        """How many of `merge_warps` a merging warp stands for, one after the other."""
+        return self.merge_warps // self.warps
+
+    @property
+    def warps(self) -> int:
+        """Warps of a CTA that merges."""
+        return self.merging_warps or self.merge_warps
+
+    @property
     def slices(self) -> int:
         """CTAs of a cluster, where the merge multiplies: each takes so many of the latents."""
         return self.latent // SLICE
@@ -116,7 +132,7 @@ class Facts:
 
     @property
     def turn_parts(self) -> int:
-        """Parts in flight of a warp: of the registers that it may have, 36 for vectors."""
+        """Parts in flight of a warp's turn: of the registers that it may have, 36 for vectors."""
         return min(9, 9 * CHUNK // self.slot_values // self.slot_turns)
 
     @property

@@ -25,6 +25,7 @@ from dspark_kernels.cute.block_attention_schedule import (
 
 MERGE_ROWS = 16  # of a CTA: those of one warp's vectors
 MERGE_BATCH = 9  # vectors in flight of a thread: all of them, where 16 warps share 132 parts
+MERGING = 1  # a named barrier
 
 
 class Shared(NamedTuple):
@@ -47,15 +48,41 @@ class Place(NamedTuple):
     count: cutlass.Int32
 
 
+class Own(NamedTuple):
+    """Of a thread that weighs parts: its row, and the first of its parts; the others are `step` behind one another."""
+
+    row: cutlass.Int32
+    part: cutlass.Int32
+
+
 @cute.jit
-def load_statistics(work, at: Place, own_row, own_part, step: cutlass.Constexpr, own):
-    """Statistics of one row and the parts own_part, own_part + step, ...; those of no weight where there is no part."""
-    statistics = (((at.part + own_part) * 2 + at.group) * TILE + at.first_row + own_row) * 2
-    for i in cutlass.range_constexpr(len(own)):
-        own[i][0], own[i][1] = -cutlass.Float32.inf, cutlass.Float32(0.0)
-        if own_part + i * step < at.count:
+def meet_merging(facts: cutlass.Constexpr):
+    """All warps that merge."""
+    cute.arch.barrier(barrier_id=MERGING, number_of_threads=facts.warps * WARP)
+
+
+def step_of(facts) -> int:
+    """Parts from one of a thread to the next."""
+    return facts.warps * WARP // MERGE_ROWS
+
+
+def own_of(thread):
+    """What a thread weighs."""
+    return Own(thread % MERGE_ROWS, thread // MERGE_ROWS)
+
+
+@cute.jit
+def load_statistics(work, at: Place, own: Own, facts: cutlass.Constexpr):
+    """Statistics of a thread's parts; those of no weight where there is no part."""
+    step = step_of(facts)
+    loaded = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(-(-facts.ctas // step))]
+    statistics = (((at.part + own.part) * 2 + at.group) * TILE + at.first_row + own.row) * 2
+    for i in cutlass.range_constexpr(len(loaded)):
+        loaded[i][0], loaded[i][1] = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        if own.part + i * step < at.count:
             here = statistics + i * step * 2 * TILE * 2
-            cute.autovec_copy(values_at(work.statistics, here, cutlass.Float32, 2, cute.AddressSpace.gmem), own[i])
+            cute.autovec_copy(values_at(work.statistics, here, cutlass.Float32, 2, cute.AddressSpace.gmem), loaded[i])
+    return loaded
 
 
 @cute.jit
@@ -70,31 +97,34 @@ def _load_batch(work, mine, start, count, vectors, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def weigh_parts(own, shared: Shared, count, own_row, own_part, step: cutlass.Constexpr, facts: cutlass.Constexpr):
-    """Weights of all parts, relative to the row's largest statistic, and each warp's sums of them, into shared memory."""
+def weigh_parts(loaded, shared: Shared, count, own: Own, facts: cutlass.Constexpr):
+    """Weights of all parts, relative to the row's largest statistic, and the sums of them that each of `merge_warps` has, into
+    shared memory.  loaded: of `load_statistics`."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
     peak = -cutlass.Float32.inf
-    for i in cutlass.range_constexpr(len(own)):
-        peak = cute.arch.fmax(peak, own[i][0])
+    for i in cutlass.range_constexpr(len(loaded)):
+        peak = cute.arch.fmax(peak, loaded[i][0])
     peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, MERGE_ROWS))
     if lane < MERGE_ROWS:
-        shared.peaks[warp * MERGE_ROWS + own_row] = peak
-    cute.arch.sync_threads()
-    highest = shared.peaks[own_row]
-    for i in cutlass.range_constexpr(1, facts.merge_warps):
-        highest = cute.arch.fmax(highest, shared.peaks[i * MERGE_ROWS + own_row])
+        shared.peaks[warp * MERGE_ROWS + own.row] = peak
+    meet_merging(facts)
+    highest = shared.peaks[own.row]
+    for i in cutlass.range_constexpr(1, facts.warps):
+        highest = cute.arch.fmax(highest, shared.peaks[i * MERGE_ROWS + own.row])
     base = cutlass.Float32(0.0) if highest == -cutlass.Float32.inf else highest
-    summed = cutlass.Float32(0.0)
-    for i in cutlass.range_constexpr(len(own)):
-        weight = cute.math.exp2(own[i][0] - base, fastmath=True)
-        summed += weight
-        if own_part + i * step < count:
-            shared.weights[(own_part + i * step) * MERGE_ROWS + own_row] = weight * own[i][1]
-    summed += cute.arch.shuffle_sync_bfly(summed, MERGE_ROWS)
-    if lane < MERGE_ROWS:
-        shared.sums[warp * MERGE_ROWS + own_row] = summed
-    cute.arch.sync_threads()
+    for turn in cutlass.range_constexpr(facts.merge_turns):
+        summed = cutlass.Float32(0.0)
+        for i in cutlass.range_constexpr(turn, len(loaded), facts.merge_turns):
+            weight = cute.math.exp2(loaded[i][0] - base, fastmath=True)
+            summed += weight
+            part = own.part + i * step_of(facts)
+            if part < count:
+                shared.weights[part * MERGE_ROWS + own.row] = weight * loaded[i][1]
+        summed += cute.arch.shuffle_sync_bfly(summed, MERGE_ROWS)
+        if lane < MERGE_ROWS:
+            shared.sums[(turn * facts.warps + warp) * MERGE_ROWS + own.row] = summed
+    meet_merging(facts)
 
 
 @cute.jit
@@ -165,13 +195,12 @@ def merge_kernel(
         at = Place(place // 8, place // 4 % 2, first_row, part, count)
         if count > 0:
             # A thread a part and a row.  All loads are in flight before the first value is used.
-            own_row, own_part, step = thread % MERGE_ROWS, thread // MERGE_ROWS, warps * WARP // MERGE_ROWS
-            own = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(-(-facts.ctas // step))]
-            load_statistics(work, at, own_row, own_part, step, own)
+            own = own_of(thread)
+            loaded = load_statistics(work, at, own, facts)
             vectors = [cute.make_rmem_tensor(CHUNK, PART) for _ in range(MERGE_BATCH)]
             mine = (part * facts.vectors + at.v) * CONSUMERS + place % 8 * WARP + lane
             _load_batch(work, mine, warp, count, vectors, facts)
-            weigh_parts(own, shared, count, own_row, own_part, step, facts)
+            weigh_parts(loaded, shared, count, own, facts)
             merged = cute.make_rmem_tensor(CHUNK, cutlass.Float32)
             merged.fill(0.0)
             _sum_vectors(vectors, merged, work, mine, warp, lane, count, shared, facts)

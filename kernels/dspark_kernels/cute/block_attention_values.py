@@ -13,7 +13,15 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from dspark_kernels.cute.block_attention_merge import MERGE_ROWS, Place, Shared, load_statistics, weigh_parts
+from dspark_kernels.cute.block_attention_merge import (
+    MERGE_ROWS,
+    Place,
+    Shared,
+    load_statistics,
+    meet_merging,
+    own_of,
+    weigh_parts,
+)
 from dspark_kernels.cute.block_attention_product import ROW_STRIDE, ROWS, Matrices, fetch_matrix, multiply, send
 from dspark_kernels.cute.block_attention_schedule import (
     CHUNK,
@@ -32,7 +40,7 @@ from dspark_kernels.cute.block_attention_schedule import (
 
 
 class Group(NamedTuple):
-    """Of a cluster: its request, its head and the first of its block rows."""
+    """Of a cluster, or of units: its request, its head and the first of its block rows."""
 
     request: cutlass.Int32
     head: cutlass.Int32
@@ -99,7 +107,7 @@ def _load_batch(work, sources, begin, vectors, facts: cutlass.Constexpr):
 
 @cute.jit
 def _sum_parts(work, sources, vectors, longest, warp, lane, shared: Shared, facts: cutlass.Constexpr):
-    """A warp's weighted sums of its parts; the first batch is loaded.  Ends with all warps' sums in shared memory."""
+    """The weighted sums of the parts of one of `merge_warps`; the first batch is loaded.  Into shared memory."""
     count, warps, lanes = facts.slot_values, facts.merge_warps, facts.slot_turns * WARP
     merged = cute.make_rmem_tensor(facts.slot_turns * count, cutlass.Float32)
     merged.fill(0.0)
@@ -119,7 +127,6 @@ def _sum_parts(work, sources, vectors, longest, warp, lane, shared: Shared, fact
     for i in cutlass.range_constexpr(facts.slot_turns):
         for k in cutlass.range_constexpr(count):
             shared.out[(warp * count + k) * lanes + i * WARP + lane] = merged[i * count + k]
-    cute.arch.sync_threads()
 
 
 @cute.jit
@@ -127,7 +134,7 @@ def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Conste
     """The merged rows of a CTA's latents, from the sums of all warps, [row, latent]; zeros in rows that see no key, and in
     those that the group does not have."""
     dtype = ELEMENTS[facts.dtype]
-    threads, lanes, count = facts.merge_warps * WARP, facts.slot_turns * WARP, facts.slot_values
+    threads, lanes, count = facts.warps * WARP, facts.slot_turns * WARP, facts.slot_values
     pairs = ROWS * SLICE // 2
     for i in cutlass.range_constexpr(-(-pairs // threads)):
         pair = thread + i * threads
@@ -148,13 +155,56 @@ def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Conste
                 values[0], values[1] = (left / divisor).to(dtype), (right / divisor).to(dtype)
             to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
             cute.autovec_copy(values, values_at(rounded.iterator, to, dtype, 2, cute.AddressSpace.smem))
-    cute.arch.sync_threads()
+    meet_merging(facts)
+
+
+@cute.jit
+def merge_rows(rounded, shared: Shared, requests: Requests, work: Workspace, group: Group, part_of, facts: cutlass.Constexpr):
+    """A group's rows of the 64 latents of number `part_of`, once the attention has ended, into `rounded`; all warps end
+    together.
+
+    The warps take turns with the parts, as in `merge_kernel`, so the sums have its order.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    warp, lane, turns = cute.arch.make_warp_uniform(thread // WARP), thread % WARP, facts.slot_turns
+    entry, own = entry_of(requests, group.request, facts), own_of(thread)
+    query = _query_of(group, own.row, facts)
+    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
+    own_count = count if own.row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
+    at = Place(cutlass.Int32(0), part_of // (facts.slices // 2), query % TILE - own.row, part, own_count)
+    sources = [_source(group, entry, part_of, i * 2 + lane // 16, facts) for i in range(turns)]
+    longest = sources[0].count
+    for i in cutlass.range_constexpr(1, turns):
+        longest = cutlass.max(longest, sources[i].count)
+    cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
+
+    if count > 0:
+        # All loads are in flight before the first value is used.
+        loaded = load_statistics(work, at, own, facts)
+        vectors = [
+            [[cute.make_rmem_tensor(facts.slot_values, PART) for _ in range(turns)] for _ in range(facts.turn_parts)]
+            for _ in range(facts.merge_turns)
+        ]
+        for turn in cutlass.range_constexpr(facts.merge_turns):
+            _load_batch(work, sources, turn * facts.warps + warp, vectors[turn], facts)
+        weigh_parts(loaded, shared, own_count, own, facts)
+        for turn in cutlass.range_constexpr(facts.merge_turns):
+            _sum_parts(work, sources, vectors[turn], longest, turn * facts.warps + warp, lane, shared, facts)
+        meet_merging(facts)
+    _round_rows(rounded, shared, count > 0, thread, facts)
+
+
+def shared_sizes(facts) -> tuple[int, int, int, int]:
+    """Values of each tensor of `Shared`, for `merge_rows`."""
+    warps = facts.merge_warps
+    sums = warps * facts.slot_values * facts.slot_turns * WARP
+    return facts.ctas * MERGE_ROWS, warps * MERGE_ROWS, warps * MERGE_ROWS, sums
 
 
 @cute.jit
 def _store(out, received, group: Group, cta, thread, facts: cutlass.Constexpr):
     """The columns that this CTA owns, from the products of all, in their order."""
-    dtype, threads = ELEMENTS[facts.dtype], facts.merge_warps * WARP
+    dtype, threads = ELEMENTS[facts.dtype], facts.warps * WARP
     pairs = facts.owned_tiles * ROWS * CHUNK // 2
     for i in cutlass.range_constexpr(-(-pairs // threads)):
         pair = thread + i * threads
@@ -182,20 +232,17 @@ def merge_values_kernel(
     out: cute.Pointer,  # [B, N, heads, value_width]
     facts: cutlass.Constexpr,
 ):
-    """Grid: requests times CTAs of a cluster, heads, groups of block rows.  The warps take turns with the parts, as in
-    `merge_kernel`, so the sums have its order."""
-    warps, turns = facts.merge_warps, facts.slot_turns
+    """Grid: requests times CTAs of a cluster, heads, groups of block rows."""
+    warps = facts.merge_warps
     cute.arch.griddepcontrol_launch_dependents()  # all of its CTAs have their places, which the next kernel cannot take
     thread, _, _ = cute.arch.thread_idx()
     place, head, group_index = cute.arch.block_idx()
-    warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+    warp = cute.arch.make_warp_uniform(thread // WARP)
     request, cta = place // facts.slices, place % facts.slices
     group = Group(request, head, group_index * facts.group_rows)
     cute.arch.cluster_arrive_relaxed()  # nothing is sent before all CTAs of the cluster are there
     allocator = SmemAllocator()
-    sums = warps * facts.slot_values * turns * WARP
-    sizes = (facts.ctas * MERGE_ROWS, warps * MERGE_ROWS, warps * MERGE_ROWS, sums)
-    shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
+    shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in shared_sizes(facts)))
     received_size = facts.owned_tiles * facts.slices * ROWS * CHUNK
     received = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(received_size), 16)
     rounded = allocator.allocate_tensor(ELEMENTS[facts.dtype], cute.make_layout(ROWS * ROW_STRIDE), 16)
@@ -206,27 +253,7 @@ def merge_values_kernel(
     for i in cutlass.range_constexpr(own_tiles):
         fetch_matrix(matrices, fetched, head, cta, warp + i * warps, facts)
     cute.arch.cp_async_commit_group()
-    entry = entry_of(requests, request, facts)
-    own_row, own_part, step = thread % MERGE_ROWS, thread // MERGE_ROWS, warps * WARP // MERGE_ROWS
-    query = _query_of(group, own_row, facts)
-    part, count = parts_of(request, _row_tile_of(query, facts), *entry, facts)
-    own_count = count if own_row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
-    at = Place(cutlass.Int32(0), cta // (facts.slices // 2), query % TILE - own_row, part, own_count)
-    sources = [_source(group, entry, cta, i * 2 + lane // 16, facts) for i in range(turns)]
-    longest = sources[0].count
-    for i in cutlass.range_constexpr(1, turns):
-        longest = cutlass.max(longest, sources[i].count)
-    cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
-
-    if count > 0:
-        # All loads are in flight before the first value is used.
-        own = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(-(-facts.ctas // step))]
-        load_statistics(work, at, own_row, own_part, step, own)
-        vectors = [[cute.make_rmem_tensor(facts.slot_values, PART) for _ in range(turns)] for _ in range(facts.turn_parts)]
-        _load_batch(work, sources, warp, vectors, facts)
-        weigh_parts(own, shared, own_count, own_row, own_part, step, facts)
-        _sum_parts(work, sources, vectors, longest, warp, lane, shared, facts)
-    _round_rows(rounded, shared, count > 0, thread, facts)
+    merge_rows(rounded, shared, requests, work, group, cta, facts)
     cute.arch.cp_async_wait_group(0)  # a lane reads what it has fetched itself
     products = [multiply(rounded, fetched, warp + i * warps, facts) for i in range(own_tiles)]
     cute.arch.cluster_wait()
