@@ -453,7 +453,7 @@ MUTANTS = (
     ),
     Mutant(
         "cute_attention_merges_without_the_rows_factors", "kernels/dspark_kernels/cute/block_attention_merge.py",
-        "= weight * own[i][1]",
+        "= weight * loaded[i][1]",
         "= weight",
         "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[seq 2055]",
         needs="gpu",
