@@ -1,9 +1,15 @@
-"""Weights of layers for the tests of `between_attentions`."""
+"""Sizes, weights and bounds for the tests of `between_attentions` and what belongs to it."""
 
 import torch
+from torch.nn.functional import silu
 
 from dspark_model.ops import AfterAttention, BeforeAttention, BetweenSizes, NormedBy
 
+K3 = BetweenSizes(hidden=7168, values=1024, intermediate=1792, q_rank=1536, width=2112, queries=1536)
+# Fewer tiles than CTAs in every product; and CTAs with five tiles of one product and none of the next.
+SMALL = BetweenSizes(hidden=128, values=128, intermediate=128, q_rank=128, width=192, queries=64)
+WIDE = BetweenSizes(hidden=16384, values=1024, intermediate=128, q_rank=128, width=192, queries=64)  # CTAs with two first tiles
+UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, width=128 + 64, queries=17 * 64)
 EPS = {"mlp": 0.5, "attention": 0.125, "queries": 2.0}  # so far apart that no bound holds with another one's
 
 
@@ -23,3 +29,29 @@ def layers(sizes: BetweenSizes, device: str, dtype: torch.dtype) -> tuple[AfterA
     after = AfterAttention(weight(s.hidden, s.values), norm(s.hidden, "mlp"), gate, up, weight(s.hidden, s.intermediate))
     qkv_a, q_b = weight(s.width, s.hidden), weight(s.queries, s.q_rank)
     return after, BeforeAttention(norm(s.hidden, "attention"), qkv_a, norm(s.q_rank, "queries"), q_b)
+
+
+def inputs(sizes: BetweenSizes, rows: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.randn(rows, size).to(device, dtype) for size in (sizes.values, sizes.hidden))
+
+
+def check_product(name: str, x, norm: NormedBy | None, weight, up, added, result) -> None:
+    """Within `low_m_linear`'s bound of float64."""
+    unit = torch.finfo(x.dtype).eps / 2
+    x, inner = x.double(), x.shape[1] * 2.0**-23
+    if norm is not None:
+        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
+        inner += unit
+    wanted, bound = x @ weight.double().T, inner * (x.abs() @ weight.double().abs().T)
+    if up is not None:
+        factor, factor_bound = x @ up.double().T, inner * (x.abs() @ up.double().abs().T)
+        gate = silu(wanted)
+        wanted, bound = gate * factor, 1.1 * bound * (factor.abs() + factor_bound) + gate.abs() * factor_bound
+    bound += 1.01 * unit * wanted.abs()
+    if added is not None:
+        wanted = wanted + added.double()
+        bound += 1.01 * unit * wanted.abs()
+    distance = (result.double() - wanted).abs()
+    assert (distance <= bound + 1e-12).all(), (name, float((distance / bound).max()))
+    # A box left out of a long sum stays within the bound above, but not within what roundings make together.
+    assert float(distance.norm() / wanted.norm()) < 2 * unit + 2.0**-20, name

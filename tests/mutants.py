@@ -716,13 +716,13 @@ MUTANTS = (
         "ops/test_between_attentions.py::test_reference_matches_float64[1-True-torch.float32]",
     ),
     Mutant(
-        "between_takes_the_queries_norm_as_it_is", "dspark_model/ops/between_attentions.py",
+        "between_takes_the_queries_norm_as_it_is", "dspark_model/ops/before_attention.py",
         '"q_norm": (before.q_norm.weight, (q_rank,)),',
         "",
         "ops/test_between_attentions.py::test_weights_of_the_next_layer_that_do_not_fit_are_refused[norm dtype]",
     ),
     Mutant(
-        "between_takes_sizes_of_nothing", "dspark_model/ops/between_attentions.py",
+        "between_takes_sizes_of_nothing", "dspark_model/ops/between_workspace.py",
         "(size := getattr(sizes, name)) < 1 or size % step",
         "(size := getattr(sizes, name)) % step",
         "ops/test_between_attentions.py::test_refusals_name_the_reason",
@@ -845,7 +845,7 @@ MUTANTS = (
         "front_leaves_the_norms_weight_out", "kernels/dspark_kernels/cute/between_attentions_finish.py",
         "given[0] * norm[0], given[1] * norm[1]",
         "given[0], given[1]",
-        "ops/test_between_attentions.py::test_the_front_keeps_its_bound_and_its_bits[k3-7]",
+        "ops/test_before_attention.py::test_products_keep_their_bound_and_their_bits[k3-7]",
         needs="gpu",
     ),
     Mutant(

@@ -12,7 +12,9 @@ import torch
 from switch_matrix import make_worker, small_model
 
 from dspark_model import ContextChunk, RuntimeConfig, StepInput, ops
-from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, _check, _check_before
+from dspark_model.ops.before_attention import _check as _check_before
+from dspark_model.ops.between_attentions import _check
+from dspark_model.ops.between_workspace import MAX_BETWEEN_ROWS
 from dspark_model.persistent import PersistentPath
 from dspark_model.serving_config import Layout
 

@@ -7,17 +7,12 @@ float32, and a result is rounded once, when it is stored in the tensor's dtype.
 
 from dspark_model.ops.absorb_queries import absorb_queries
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
-from dspark_model.ops.between_attentions import (
+from dspark_model.ops.before_attention import BeforeAttention, BeforeOutput, NormedBy, before_attention
+from dspark_model.ops.between_attentions import AfterAttention, BetweenOutput, between_attentions
+from dspark_model.ops.between_workspace import (
     MAX_BETWEEN_ROWS,
-    AfterAttention,
-    BeforeAttention,
-    BeforeOutput,
-    BetweenOutput,
     BetweenSizes,
     BetweenWorkspace,
-    NormedBy,
-    before_attention,
-    between_attentions,
     between_attentions_refusal,
 )
 from dspark_model.ops.block_attention import (
@@ -83,11 +78,11 @@ __all__ = [
     "StepRows",
     "absorb_queries",
     "accept_exact",
+    "attention_parts",
+    "attention_parts_refusal",
     "before_attention",
     "between_attentions",
     "between_attentions_refusal",
-    "attention_parts",
-    "attention_parts_refusal",
     "block_attention",
     "block_attention_refusal",
     "block_fixup",

@@ -19,7 +19,7 @@ from dspark_model.ops import (
     between_attentions,
     block_attention,
 )
-from dspark_model.ops.between_attentions import MAX_BETWEEN_ROWS, MERGE_WORDS
+from dspark_model.ops.between_workspace import MAX_BETWEEN_ROWS, MERGE_WORDS
 from dspark_model.testing import assert_bitwise_equal
 
 needs_cute = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")

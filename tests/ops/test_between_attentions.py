@@ -4,18 +4,18 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from between_kit import layers
+from between_kit import EPS, K3, SMALL, UNEVEN, WIDE, check_product, inputs, layers
 from cute_kit import run_compiling
 from kernel_kit import watched_memory
-from torch.nn.functional import silu
 
 from dspark_model.ops import (
     AfterAttention,
     BeforeAttention,
-    BeforeOutput,
     BetweenOutput,
     BetweenSizes,
     BetweenWorkspace,
@@ -24,19 +24,10 @@ from dspark_model.ops import (
     between_attentions,
     between_attentions_refusal,
 )
-from dspark_model.ops.between_attentions import _sizes_refusal
+from dspark_model.ops.between_workspace import _sizes_refusal
 from dspark_model.testing import assert_bitwise_equal, poison_
 
-K3 = BetweenSizes(hidden=7168, values=1024, intermediate=1792, q_rank=1536, width=2112, queries=1536)
-# Fewer tiles than CTAs in every product; and CTAs with five tiles of one product and none of the next.
-SMALL = BetweenSizes(hidden=128, values=128, intermediate=128, q_rank=128, width=192, queries=64)
-WIDE = BetweenSizes(hidden=16384, values=1024, intermediate=128, q_rank=128, width=192, queries=64)  # CTAs with two first tiles
-UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, width=128 + 64, queries=17 * 64)
 needs_cute = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
-
-
-def inputs(sizes: BetweenSizes, rows: int, device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(torch.randn(rows, size).to(device, dtype) for size in (sizes.values, sizes.hidden))
 
 
 def stages(made: BetweenOutput, values, residual, after: AfterAttention, before: BeforeAttention | None):
@@ -49,38 +40,10 @@ def stages(made: BetweenOutput, values, residual, after: AfterAttention, before:
         yield "q_b", made.qkv_a[:, : before.q_b.shape[1]], before.q_norm, before.q_b, None, None, made.queries
 
 
-def check_product(name: str, x, norm: NormedBy | None, weight, up, added, result) -> None:
-    """Within `low_m_linear`'s bound of float64."""
-    unit = torch.finfo(x.dtype).eps / 2
-    x, inner = x.double(), x.shape[1] * 2.0**-23
-    if norm is not None:
-        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.double()
-        inner += unit
-    wanted, bound = x @ weight.double().T, inner * (x.abs() @ weight.double().abs().T)
-    if up is not None:
-        factor, factor_bound = x @ up.double().T, inner * (x.abs() @ up.double().abs().T)
-        gate = silu(wanted)
-        wanted, bound = gate * factor, 1.1 * bound * (factor.abs() + factor_bound) + gate.abs() * factor_bound
-    bound += 1.01 * unit * wanted.abs()
-    if added is not None:
-        wanted = wanted + added.double()
-        bound += 1.01 * unit * wanted.abs()
-    distance = (result.double() - wanted).abs()
-    assert (distance <= bound + 1e-12).all(), (name, float((distance / bound).max()))
-    # A box left out of a long sum stays within the bound above, but not within what roundings make together.
-    assert float(distance.norm() / wanted.norm()) < 2 * unit + 2.0**-20, name
-
-
 def check(made: BetweenOutput, values, residual, after, before) -> None:
     """Each product of what the product before left."""
     for stage in stages(made, values, residual, after, before):
         check_product(*stage)
-
-
-def check_front(made: BeforeOutput, hidden, before: BeforeAttention) -> None:
-    """The same in front of the first attention."""
-    check_product("qkv_a", hidden, before.norm, before.qkv_a, None, None, made.qkv_a)
-    check_product("q_b", made.qkv_a[:, : before.q_b.shape[1]], before.q_norm, before.q_b, None, None, made.queries)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,20 +55,6 @@ def test_reference_matches_float64(rows, following, dtype):
     made = between_attentions(*given, after, before if following else None)
     check(made, *given, after, before if following else None)
     assert (made.queries is not None) == (made.qkv_a is not None) == following
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_front_reference_matches_float64(dtype):
-    _, before = layers(SMALL, "cpu", dtype)
-    hidden = inputs(SMALL, 5, "cpu", dtype)[1]
-    check_front(before_attention(hidden, before), hidden, before)
-    for given, message in ((hidden[0], r"wants hidden \[M, H\]"), (hidden[:, :64], "wants the next layer's norm")):
-        with pytest.raises(ValueError, match=message):
-            before_attention(given, before)
-    with pytest.raises(ValueError, match="no backend numpy"):
-        before_attention(hidden, before, backend="numpy")
-    with pytest.raises(ValueError, match="needs a BetweenWorkspace on cpu, got none"):
-        before_attention(hidden, before, backend="cute")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +217,58 @@ def test_compiles_to_mma_without_a_gpu(tmp_path):
         assert not result["cached_weights"]
 
 
+@needs_cute
+@pytest.mark.parametrize("form", ["both", "behind", "front"])
+def test_the_launch_gets_each_tensor_under_its_name(form, monkeypatch):
+    """Up to the kernel's arguments, as on a GPU."""
+    from dspark_kernels.cute import between_attentions as kernel
+
+    given = {}
+
+    def arguments(facts, merge, weights, rows, work, num_rows, eps):
+        weights = dict(zip(kernel.Weights._fields, weights, strict=True))
+        rows = dict(zip(kernel.Rows._fields, rows, strict=True))
+        given.update(facts=facts, weights=weights, rows=rows, work=work, num_rows=num_rows, eps=eps)
+        return ()
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("dspark_model.ops.between_workspace.between_attentions_refusal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(kernel, "_arguments", arguments)
+    monkeypatch.setattr(kernel, "compile_between_attentions", lambda *_: lambda *_: None)
+    (after, before), (values, residual) = layers(SMALL, "cpu", torch.bfloat16), inputs(SMALL, 9, "cpu", torch.bfloat16)
+    workspace, following = BetweenWorkspace(SMALL, cpu), None if form == "behind" else before
+    weights, rows, eps = {}, {"residual": residual}, [0.0, 0.0, 0.0]
+    if form == "front":
+        made = before_attention(residual, before, backend="cute", workspace=workspace)
+    else:
+        made = between_attentions(values, residual, after, following, backend="cute", workspace=workspace, early=True)
+        weights |= {"o": after.o, "post_norm": after.norm.weight, "gate": after.gate, "up": after.up, "down": after.down}
+        rows |= {"values": values, "h": made.h, "gated": made.gated, "hidden": made.hidden}
+        eps[0] = EPS["mlp"]
+    if following is not None:
+        weights |= {
+            "input_norm": before.norm.weight,
+            "qkv_a": before.qkv_a,
+            "q_a_norm": before.q_norm.weight,
+            "q_b": before.q_b,
+        }
+        rows |= {"qkv_a": made.qkv_a, "queries": made.queries}
+        eps[1:] = EPS["attention"], EPS["queries"]
+    for wanted, found in ((weights, given["weights"]), (rows, given["rows"])):
+        assert {name: found[name] for name in wanted} == {name: tensor.data_ptr() for name, tensor in wanted.items()}
+    kind = (form != "front", following is not None)
+    assert given["work"] == [t.data_ptr() for t in (workspace.words, workspace.squares, workspace.counters[kind])]
+    facts, scratch = given["facts"], [given["rows"][name] for name in ("scaled_h", "scaled_hidden", "scaled_q_a")]
+    assert (facts.lanes, facts.behind, facts.following, facts.early) == (16, *kind, form != "front")
+    assert (given["num_rows"], list(given["eps"])) == (9, eps)
+    used = [where for where in scratch if where != residual.data_ptr()]
+    assert len(set(used)) == len(used) == {"both": 3, "behind": 1, "front": 2}[form]
+
+
 CUDA = torch.device("cuda")
 
 
@@ -289,27 +290,6 @@ def test_each_product_keeps_its_bound(sizes, rows, following):
     with watched_memory(*given, *weights):
         made = cute(given, after, before, workspace)
     check(made, *given, after, before)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
-@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
-def test_the_front_keeps_its_bound_and_its_bits(sizes, rows):
-    """Between launches of the other forms, on one workspace."""
-    after, before = layers(sizes, "cuda", torch.bfloat16)
-    workspace, given = BetweenWorkspace(sizes, CUDA), inputs(sizes, rows, "cuda", torch.bfloat16)
-    poison_(workspace.squares)
-    hidden = given[1]
-    with watched_memory(hidden, before.qkv_a, before.q_b):
-        first = before_attention(hidden, before, backend="cute", workspace=workspace)
-    check_front(first, hidden, before)
-    for following in (before, None, before):
-        cute(given, after, following, workspace)
-        again = before_attention(hidden, before, backend="cute", workspace=workspace)
-        assert_bitwise_equal(again.qkv_a, first.qkv_a)
-        assert_bitwise_equal(again.queries, first.queries)
-    some = before_attention(hidden[:1].clone(), before, backend="cute", workspace=workspace)
-    assert_bitwise_equal(some.queries, first.queries[:1])
 
 
 @pytest.mark.gpu

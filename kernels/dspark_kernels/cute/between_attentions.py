@@ -1,6 +1,6 @@
 """All products between two attentions of a drafter in one launch, for Hopper: what a build depends on, and the launch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -121,31 +121,33 @@ def compile_between_attentions(facts: Facts, architecture: str):
 def launch(
     facts: Facts,
     attention: UnmergedAttention | None,
-    weights: Sequence[torch.Tensor | None],
-    rows: Sequence[torch.Tensor | None],
+    weights: Mapping[str, torch.Tensor],
+    rows: Mapping[str, torch.Tensor],
     work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     eps: Sequence[float],
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
-    Tensors that the build's products do not have are None.  attention: what makes the first of the rows, where
-    `Facts.attention` is its facts; weights, rows: in the order of `Weights` and `Rows`; work: words, squares, counters; eps: of
-    the norms of the MLP, of the next layer's and of its queries.
+    attention: what makes the first product's x, where `Facts.attention` is its facts; weights, rows: by the names of `Weights`
+    and `Rows`, those that the build's products have; work: words, squares, counters; eps: of the norms of the MLP, of the next
+    layer's and of its queries.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.
     """
-    for name, tensor in (*zip(Weights._fields, weights, strict=True), *zip(Rows._fields, rows, strict=True)):
-        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % 16):
+    for name, tensor in (*weights.items(), *rows.items()):
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise ValueError(
                 f"between_attentions=cute wants {name} contiguous and at a multiple of 16 bytes, got {[*tensor.shape]} with "
                 f"strides {[*tensor.stride()]} at {tensor.data_ptr():#x}; pass a clone(memory_format=torch.contiguous_format)"
             )
-    residual = rows[Rows._fields.index("residual")]
+    residual = rows["residual"]
     device = residual.device
     architecture = build_architecture(torch.cuda.get_device_capability(device))
     # The kernel does not look at the addresses of what is not there.
-    addresses = [[(residual if tensor is None else tensor).data_ptr() for tensor in kind] for kind in (weights, rows)]
+    addresses = [
+        [given.get(name, residual).data_ptr() for name in kind._fields] for kind, given in ((Weights, weights), (Rows, rows))
+    ]
     with torch.cuda.device(device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         merge = stand_in_merge_arguments() if attention is None else attention.merge_arguments

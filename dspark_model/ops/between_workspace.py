@@ -1,0 +1,102 @@
+"""What the launches between the attentions of a drafter share on a device: sizes, limits, and a workspace."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dspark_model.ops.cute_device import cute_device_refusal
+
+# With more rows the launches of `low_m` are as fast: with 28 a step at K3's shape took 695 us, and 702 with one launch between
+# two attentions in a form for 32 rows, on an H200.
+MAX_BETWEEN_ROWS = 16
+# Of a launch: whether the products behind an attention are made, and those in front of the next one.
+FORMS = ((True, False), (True, True), (False, True))
+MERGE_WORDS = 8 * 4 * MAX_BETWEEN_ROWS  # of a column: of 8 parts of the latents, 4 rows for each row that may be a block
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenSizes:
+    """Sizes of a drafter's layers.  values: V, width: Q + D, queries: N."""
+
+    hidden: int
+    values: int
+    intermediate: int
+    q_rank: int
+    width: int
+    queries: int
+
+
+class BetweenWorkspace:
+    """Words, sums of squares and counters of `between_attentions` and `before_attention` on one device, for one set of sizes.
+
+    One launch uses it at a time: launches of one stream may share it, graph replays too; two streams must not.  It begins as
+    zeros and is left to the kernel from then on.
+
+    Raises:
+        ValueError: `between_attentions_refusal` gives a reason.
+    """
+
+    def __init__(self, sizes: BetweenSizes, device: torch.device):
+        reason = between_attentions_refusal(sizes, torch.bfloat16, device)
+        if reason is not None:
+            raise ValueError(f"between_attentions=cute: {reason}; choose torch, which needs no workspace")
+        self.sizes = sizes
+        facts = [build_facts(sizes, MAX_BETWEEN_ROWS, *form, device) for form in FORMS]
+        self.words = torch.zeros(MERGE_WORDS * sizes.values, dtype=torch.int64, device=device)
+        self.squares = torch.zeros(max(f.num_squares for f in facts), dtype=torch.float32, device=device)
+        self.counters = {
+            form: torch.zeros(f.num_counters, dtype=torch.int32, device=device) for form, f in zip(FORMS, facts, strict=True)
+        }
+
+
+def between_attentions_refusal(sizes: BetweenSizes, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why `between_attentions` with the backend `cute` does not take such a drafter; None where it does."""
+    reason = cute_device_refusal("it", device, hopper_only=True)
+    if reason is not None:
+        return reason
+    if dtype is not torch.bfloat16:
+        return f"it takes bfloat16, got {dtype}"
+    return _sizes_refusal(sizes)
+
+
+def _sizes_refusal(sizes: BetweenSizes) -> str | None:
+    steps = {"hidden": 128, "values": 128, "intermediate": 128, "q_rank": 128, "width": 64, "queries": 64}
+    wrong = [
+        f"{name}={size}, no positive multiple of {step}"
+        for name, step in steps.items()
+        if (size := getattr(sizes, name)) < 1 or size % step
+    ]
+    return f"it takes sizes in whole tiles, got {'; '.join(wrong)}" if wrong else None
+
+
+def build_facts(
+    sizes: BetweenSizes, rows: int, behind: bool, following: bool, device: torch.device, *, early: bool = False, attention=None
+):  # fmt: skip
+    """`Facts` of a build for so many rows; behind, following: of `FORMS`; attention: of one whose parts are merged."""
+    from dspark_kernels.cute.between_attentions_schedule import LANES, Facts
+
+    lanes = next(lanes for lanes in LANES if rows <= lanes)
+    ctas = torch.cuda.get_device_properties(device).multi_processor_count
+    return Facts(
+        torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
+        sizes.queries, following, ctas, early, attention, behind,
+    )  # fmt: skip
+
+
+def check_workspace(workspace: BetweenWorkspace | None, device: torch.device) -> BetweenSizes:
+    """The sizes of the workspace.  Raises ValueError where there is none on the device."""
+    if workspace is None or workspace.squares.device != device:
+        found = "none" if workspace is None else f"one on {workspace.squares.device}"
+        raise ValueError(f"between_attentions=cute needs a BetweenWorkspace on {device}, got {found}")
+    return workspace.sizes
+
+
+def check_launch(rows: int, given, own: BetweenSizes, sizes: BetweenSizes) -> None:
+    """Raises ValueError for what `cute` does not take; given: rows [M, ...]; own, sizes: of workspace and weights."""
+    if sizes != own:
+        raise ValueError(f"between_attentions: the BetweenWorkspace is for {own}, these weights are {sizes}; make one for them")
+    reason = between_attentions_refusal(own, given.dtype, given.device)
+    if reason is None and not 1 <= rows <= MAX_BETWEEN_ROWS:
+        reason = f"it takes 1 to {MAX_BETWEEN_ROWS} rows, got {rows}"
+    if reason is not None:
+        raise ValueError(f"between_attentions=cute: {reason}; choose torch")
