@@ -35,13 +35,12 @@ def _make_tiles(
     done, x_done = cutlass.Int32(0), cutlass.Int32(0)
     if cutlass.const_expr(facts.attention is not None):
         done = multiply_units(shared, requests, parts, work, launch, facts)
+        # Room for more boxes now would have the other CTAs' sums wait behind them: 244 us a block decode with 2K, 241 so.
+        cute.arch.mbarrier_wait(shared.added, 0)
     elif cutlass.const_expr(not facts.behind):
         cute.arch.griddepcontrol_wait()
         prepare_rows(weights, rows, work, num_rows, facts)
         pass_on(shared.multiplied)
-    if cutlass.const_expr(facts.attention is not None):
-        # Room for more boxes now would have the other CTAs' sums wait behind them: 244 us a block decode with 2K, 241 so.
-        cute.arch.mbarrier_wait(shared.added, 0)
     held = hold(shared, done, facts)
     cute.arch.griddepcontrol_wait()
     for index in cutlass.range_constexpr(len(facts.products)):

@@ -30,11 +30,11 @@ from dspark_kernels.cute.between_attentions_schedule import (
 from dspark_kernels.cute.between_attentions_values import num_units, unit_of
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
-# CTAs tell one another waits behind it: 208 us for five layers with 2, 216 with 3, 234 with 12, 276 with 1.
+# CTAs tell one another waits behind it: a block decode with 2K took 274 us with 2, 276 with 3, 283 with 4, 342 with 1.
 AHEAD = 2
 AHEAD_GATED = 3  # of gate and up, the longest stretch in which CTAs have nothing to tell: 254 us a block decode, 258 with 2
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
-SQUARES_IN_FLIGHT = 28
+SQUARES_IN_FLIGHT = 28  # of a lane: K3's 112 tiles of a row, by four groups, at once
 GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
 
 
