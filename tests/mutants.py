@@ -779,7 +779,7 @@ MUTANTS = (
     ),
     Mutant(
         "between_fetches_early_rows_before_they_are_there", "kernels/dspark_kernels/cute/between_attentions_fetch.py",
-        "cute.arch.griddepcontrol_wait()  # the first product's x is there",
+        "cute.arch.griddepcontrol_wait()  # the first product's x is there, or what it is made of",
         "pass",
         "ops/test_between_attentions.py::test_an_early_launch_waits_for_its_rows[k3]",
         needs="gpu",
@@ -808,8 +808,8 @@ MUTANTS = (
     ),
     Mutant(
         "between_meets_every_box_with_the_first_columns", "kernels/dspark_kernels/cute/between_attentions_fetch.py",
-        "_copy(maps, shared.x, at, 0, i, facts.lanes,",
-        "_copy(maps, shared.x, at, 0, 0, facts.lanes,",
+        "_copy(maps, shared.x, at, (0, i), facts.lanes,",
+        "_copy(maps, shared.x, at, (0, 0), facts.lanes,",
         "ops/test_between_attentions.py::test_each_product_keeps_its_bound[k3-7-True]",
         needs="gpu",
     ),

@@ -6,14 +6,13 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from dspark_kernels.cute.between_attentions_device import THREADS, between_attentions_kernel
 from dspark_kernels.cute.between_attentions_fetch import Maps
-from dspark_kernels.cute.between_attentions_meet import SWIZZLE
 from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, Eps, Facts, Rows, Weights, Workspace
-from dspark_kernels.cute.block_attention import UnmergedAttention, stand_in_merge_arguments
+from dspark_kernels.cute.block_attention import AttentionCall, stand_in_merge_arguments, tma_boxes
+from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 from dspark_kernels.cute.block_attention_product import Matrices
 from dspark_kernels.cute.block_attention_schedule import CHUNK, Requests
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
@@ -26,11 +25,7 @@ def _map(pointer, count, depth: cutlass.Constexpr, rows: cutlass.Constexpr, colu
     """The map of [count, depth] values for boxes of rows x columns, in swizzled blocks of 64 columns."""
     blocks = columns // SWIZZLE
     layout = cute.make_layout((count, (SWIZZLE, blocks, depth // columns)), stride=(depth, (1, SWIZZLE, columns)))
-    box = cute.make_composed_layout(
-        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((rows, (SWIZZLE, blocks)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
-    )
-    tensor = cute.make_tensor(pointer, layout)
-    return Maps(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, (rows, columns)))
+    return Maps(*tma_boxes(cute.make_tensor(pointer, layout), rows, columns))
 
 
 @cute.jit
@@ -38,14 +33,9 @@ def _matrix_map(matrices: Matrices, facts: cutlass.Constexpr):
     """The map of the heads' matrices, [value_width, latent, heads] values, for boxes of all columns and 64 latents."""
     a = facts.attention
     column_stride, head_stride = (cute.assume(s, divby=CHUNK) for s in (matrices.column_stride, matrices.head_stride))
-    tensor = cute.make_tensor(
-        matrices.values,
-        cute.make_layout((a.value_width, (SWIZZLE, a.slices), a.heads), stride=(column_stride, (1, SWIZZLE), head_stride)),
-    )
-    box = cute.make_composed_layout(
-        cute.make_swizzle(3, 4, 3), 0, cute.make_layout((a.value_width, SWIZZLE), stride=(SWIZZLE, 1))
-    )
-    return Maps(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, (a.value_width, SWIZZLE)))
+    shape, stride = (a.value_width, (SWIZZLE, a.slices), a.heads), (column_stride, (1, SWIZZLE), head_stride)
+    tensor = cute.make_tensor(matrices.values, cute.make_layout(shape, stride=stride))
+    return Maps(*tma_boxes(tensor, a.value_width, SWIZZLE))
 
 
 @cute.jit
@@ -120,7 +110,7 @@ def compile_between_attentions(facts: Facts, architecture: str):
 
 def launch(
     facts: Facts,
-    attention: UnmergedAttention | None,
+    attention: AttentionCall | None,
     weights: Mapping[str, torch.Tensor],
     rows: Mapping[str, torch.Tensor],
     work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],

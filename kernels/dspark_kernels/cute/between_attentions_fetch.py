@@ -10,7 +10,6 @@ import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
 from dspark_kernels.cute.between_attentions_meet import (
-    SWIZZLE,
     Shared,
     acquire,
     pass_on,
@@ -22,18 +21,18 @@ from dspark_kernels.cute.between_attentions_schedule import (
     BOX,
     ELEMENTS,
     LINE,
-    X_COLUMNS,
     X_STAGES,
     Workspace,
     first_tile,
 )
 from dspark_kernels.cute.between_attentions_values import num_units, unit_of
+from dspark_kernels.cute.block_attention_fetch import EVICT_NORMAL, SWIZZLE
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: a block decode with 2K took 274 us with 2, 276 with 3, 283 with 4, 342 with 1.
 AHEAD = 2
 AHEAD_GATED = 3  # of gate and up, the longest stretch in which CTAs have nothing to tell: 254 us a block decode, 258 with 2
-EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
+EVICT_FIRST = 0x12F0000000000000  # cache policy of weights, which are read once
 SQUARES_IN_FLIGHT = 28  # of a lane: K3's 112 tiles of a row, by four groups, at once
 GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
 
@@ -47,11 +46,11 @@ class Maps(NamedTuple):
 
 @cute.jit
 def _copy(
-    maps: Maps, shared, at, tile, box, rows: cutlass.Constexpr, columns: cutlass.Constexpr, barrier, policy: cutlass.Constexpr,
-    facts: cutlass.Constexpr,
+    maps: Maps, shared, at, where: tuple, rows: cutlass.Constexpr, columns: cutlass.Constexpr, barrier,
+    policy: cutlass.Constexpr, facts: cutlass.Constexpr,
 ):  # fmt: skip
-    """Asks for a box of rows x columns, which goes `at` values behind the first of `shared`: blocks of 64 columns, one behind
-    the other."""
+    """Asks for a box of rows x columns, by its numbers in the tensor, which goes `at` values behind the first of `shared`:
+    blocks of 64 columns, one behind the other."""
     place = cute.recast_ptr(shared.iterator, cute.make_swizzle(3, 4, 3), dtype=ELEMENTS[facts.dtype]) + at
     layout = cute.make_layout((rows, (SWIZZLE, columns // SWIZZLE)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
     there = cute.flat_divide(cute.make_tensor(place, layout), (rows, columns))
@@ -60,7 +59,7 @@ def _copy(
         maps.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2)
     )
     cute.copy(
-        maps.atom, source[None, tile, box], to[None, 0, 0], tma_bar_ptr=barrier, cache_policy=cutlass.Int64(policy)
+        maps.atom, source[(None, *where)], to[None, 0, 0], tma_bar_ptr=barrier, cache_policy=cutlass.Int64(policy)
     )  # fmt: skip
 
 
@@ -83,27 +82,18 @@ def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutla
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * BOX)
     for side in cutlass.range_constexpr(len(maps)):
         at = stage * BOX + side * (BOX // len(maps))
-        _copy(maps[side], shared.weights, at, tile, box, rows, product.columns, landed, EVICT_FIRST, facts)
+        _copy(maps[side], shared.weights, at, (tile, box), rows, product.columns, landed, EVICT_FIRST, facts)
 
 
 @cute.jit
 def _fetch_matrix(maps: Maps, shared: Shared, number, done, facts: cutlass.Constexpr):
     """A unit's part of its head's matrix, as one box; done: boxes before it."""
     unit, rows = unit_of(number, facts.attention), facts.attention.value_width
-    landed = shared.landed + _next_stage(shared, done, AHEAD, facts)
+    stage = _next_stage(shared, done, AHEAD, facts)
+    landed, where = shared.landed + stage, (0, unit.slice, unit.group.head)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * rows * SWIZZLE)
-    place = cute.recast_ptr(shared.weights.iterator, cute.make_swizzle(3, 4, 3), dtype=ELEMENTS[facts.dtype])
-    layout = cute.make_layout((rows, SWIZZLE), stride=(SWIZZLE, 1))
-    there = cute.flat_divide(cute.make_tensor(place + done % facts.stages * BOX, layout), (rows, SWIZZLE))
-    here = cute.flat_divide(maps.tensor, (rows, SWIZZLE))
-    to, source = cpasync.tma_partition(
-        maps.atom, 0, cute.make_layout(1), cute.group_modes(there, 0, 2), cute.group_modes(here, 0, 2)
-    )
-    cute.copy(
-        maps.atom, source[None, 0, unit.slice, unit.group.head], to[None, 0, 0], tma_bar_ptr=landed,
-        cache_policy=cutlass.Int64(EVICT_NORMAL),
-    )  # fmt: skip
+    _copy(maps, shared.weights, stage * BOX, where, rows, SWIZZLE, landed, EVICT_NORMAL, facts)
 
 
 @cute.jit
@@ -133,8 +123,8 @@ def _fetch_columns(maps: Maps, shared: Shared, done, product: cutlass.Constexpr,
         met = shared.met + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(met, 2 * facts.lanes * product.x_columns)
-        at = stage * facts.lanes * X_COLUMNS[0]
-        _copy(maps, shared.x, at, 0, i, facts.lanes, product.x_columns, met, EVICT_NORMAL, facts)
+        at = stage * facts.x_values
+        _copy(maps, shared.x, at, (0, i), facts.lanes, product.x_columns, met, EVICT_NORMAL, facts)
 
 
 @cute.jit

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from dspark_kernels.cute.between_attentions_meet import WARP, Shared, meet, put
+from dspark_kernels.cute.between_attentions_meet import Shared, meet, put, raise_counter
 from dspark_kernels.cute.between_attentions_multiply import sum_of
 from dspark_kernels.cute.between_attentions_schedule import (
     BLOCK,
@@ -19,7 +19,7 @@ from dspark_kernels.cute.between_attentions_schedule import (
     Weights,
     Workspace,
 )
-from dspark_kernels.cute.block_attention_schedule import values_at
+from dspark_kernels.cute.block_attention_schedule import WARP, values_at
 
 THREADS = WARPS * WARP
 
@@ -60,7 +60,7 @@ def _store_pair(pointer, left, right):
     cute.autovec_copy(pair, values_at(pointer, 0, pointer.dtype, 2, cute.AddressSpace.gmem))
 
 
-def pairs_of(product, facts) -> int:
+def _pairs_of(product, facts) -> int:
     """How many pairs a thread has."""
     return -(-product.features * facts.lanes // 2 // THREADS)
 
@@ -79,7 +79,7 @@ def load_ahead(weights: Weights, rows: Rows, tile, num_rows, index: cutlass.Cons
     """Of each pair of the thread, what its end needs.  The last row stands for those that are not there."""
     product = facts.products[index]
     loaded = []
-    for turn in cutlass.range_constexpr(pairs_of(product, facts)):
+    for turn in cutlass.range_constexpr(_pairs_of(product, facts)):
         pair = _pair_of(turn, num_rows, product, facts)
         row, feature = cutlass.min(pair.row, num_rows - 1), tile * product.features + pair.feature
         residual, norm = None, None
@@ -157,7 +157,7 @@ def finish_tile(
     """Stores a tile whose products lie in shared memory."""
     product = facts.products[index]
     meet()
-    for turn in cutlass.range_constexpr(pairs_of(product, facts)):
+    for turn in cutlass.range_constexpr(_pairs_of(product, facts)):
         pair = _pair_of(turn, num_rows, product, facts)
         if pair.row < facts.lanes:  # whole warps, or the threads of whole rows
             _finish_pair(shared, rows, work, tile, pair, loaded[turn], index, facts)
@@ -171,7 +171,7 @@ def prepare_rows(weights: Weights, rows: Rows, work: Workspace, num_rows, facts:
     """Eight warps: this CTA's blocks of the given rows, times the norm's weight, and their squares."""
     cta, _, _ = cute.arch.block_idx()
     for block in cutlass.range(cta, facts.hidden // BLOCK.features, facts.ctas, unroll=1):
-        for turn in cutlass.range_constexpr(pairs_of(BLOCK, facts)):
+        for turn in cutlass.range_constexpr(_pairs_of(BLOCK, facts)):
             pair = _pair_of(turn, num_rows, BLOCK, facts)
             feature = block * BLOCK.features + pair.feature
             given = _load_pair(rows.residual + (cutlass.min(pair.row, num_rows - 1) * facts.hidden + feature))
@@ -195,4 +195,4 @@ def publish(work: Workspace, launch, count, index: cutlass.Constexpr, facts: cut
             if finished == launch * facts.products[index].tiles:
                 put(work.counters + facts.launches_at, launch)
         else:
-            cute.arch.red(counter, count, op="add", dtype=cutlass.Int32, sem="release", scope="gpu")
+            raise_counter(counter, count)

@@ -9,10 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_COLUMNS, X_STAGES, Workspace
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_STAGES, Workspace
+from dspark_kernels.cute.block_attention_schedule import WARP
 
-WARP = 32
-SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
 MULTIPLIERS = 1  # a named barrier, that of `block_attention_merge` too
 SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 features, and room against bank conflicts
 
@@ -41,7 +40,7 @@ class Shared(NamedTuple):
 def allocate(facts: cutlass.Constexpr):
     dtype, allocator = ELEMENTS[facts.dtype], SmemAllocator()
     weights = allocator.allocate_tensor(dtype, cute.make_layout(facts.stages * BOX), 1024)
-    x = allocator.allocate_tensor(dtype, cute.make_layout(X_STAGES * facts.lanes * X_COLUMNS[0]), 1024)
+    x = allocator.allocate_tensor(dtype, cute.make_layout(X_STAGES * facts.x_values), 1024)
     sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(WARPS * facts.lanes * SUM_ROW), 16)
     rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
     products = len(facts.products)
@@ -56,8 +55,7 @@ def set_up(shared: Shared, facts: cutlass.Constexpr):
     kinds = (
         (shared.landed, facts.stages, 1), (shared.empty, facts.stages, WARPS), (shared.met, X_STAGES, 1),
         (shared.x_empty, X_STAGES, WARPS), (shared.ready, products, 1), (shared.normed, products, 1),
-        (shared.multiplied, 1, WARPS),
-        (shared.added, 1, 1),
+        (shared.multiplied, 1, WARPS), (shared.added, 1, 1),
     )  # fmt: skip
     for barriers, count, arrivals in kinds:
         for i in cutlass.range_constexpr(count):
@@ -101,9 +99,9 @@ def acquire(empty, done, stages: cutlass.Constexpr):
 
 
 @cute.jit
-def raise_counter(counter):
-    """One more; who sees it sees what the thread, and those that it met before, have stored."""
-    cute.arch.red(counter, cutlass.Int32(1), op="add", dtype=cutlass.Int32, sem="release", scope="gpu")
+def raise_counter(counter, count):
+    """So many more; who sees it sees what the thread, and those that it met before, have stored."""
+    cute.arch.red(counter, count, op="add", dtype=cutlass.Int32, sem="release", scope="gpu")
 
 
 @cute.jit

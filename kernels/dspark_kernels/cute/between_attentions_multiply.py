@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_meet import SUM_ROW, Shared, pass_on
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_COLUMNS, X_STAGES
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_STAGES
 
 MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
 UNROLL = 2  # boxes: a block decode takes 270 us so, 274 with one
@@ -28,7 +28,7 @@ class Places(NamedTuple):
 
 
 @cute.jit
-def places_of(product: cutlass.Constexpr, facts: cutlass.Constexpr):
+def _places_of(product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """Of this lane.  `ldmatrix` takes four blocks of 8 x 8 values, and a row's address of each from eight lanes."""
     warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
     group, block = warp % product.groups, warp // product.groups
@@ -43,7 +43,7 @@ def places_of(product: cutlass.Constexpr, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def load_matrices(pointer):
+def _load_matrices(pointer):
     """Four blocks of 8 x 8 values: of each a lane has two of a row."""
     return cute.arch.inline_ptx(
         "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -69,7 +69,7 @@ def _load_box(shared: Shared, at: Places, done, facts: cutlass.Constexpr):
     stage = done % facts.stages
     cute.arch.mbarrier_wait(shared.landed + stage, done // facts.stages % 2)
     own = shared.weights.iterator + (stage * BOX + at.weights)
-    return [load_matrices(own + ((piece * 2 + at.weights_chunk) ^ at.swizzle) * 8) for piece in range(4)]
+    return [_load_matrices(own + ((piece * 2 + at.weights_chunk) ^ at.swizzle) * 8) for piece in range(4)]
 
 
 @cute.jit
@@ -78,10 +78,10 @@ def _multiply_box(sums, pieces, shared: Shared, at: Places, x_done, box, product
     vectors, x_at, part = facts.lanes // 8, x_done + box // product.x_boxes, box % product.x_boxes
     x_stage = x_at % X_STAGES
     cute.arch.mbarrier_wait(shared.met + x_stage, x_at // X_STAGES % 2)
-    own = shared.x.iterator + (x_stage * facts.lanes * X_COLUMNS[0] + part * product.columns * facts.lanes + at.x)
+    own = shared.x.iterator + (x_stage * facts.x_values + part * product.columns * facts.lanes + at.x)
     for pair in cutlass.range_constexpr(2):
         chunk = (pair * 4 + at.x_chunk) ^ at.swizzle
-        rows = [load_matrices(own + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
+        rows = [_load_matrices(own + (v * 8 * 64 + chunk * 8)) for v in range(vectors)]
         for half in cutlass.range_constexpr(2):
             for v in cutlass.range_constexpr(vectors):
                 multiply(sums[v], pieces[2 * pair + half], rows[v][2 * half], rows[v][2 * half + 1], facts)
@@ -107,7 +107,7 @@ def hold(shared: Shared, done, facts: cutlass.Constexpr):
     cta, _, _ = cute.arch.block_idx()
     held = cute.make_rmem_tensor(max(1, facts.held) * 16, cutlass.Int32)
     if cta < facts.products[0].tiles:
-        at = places_of(facts.products[0], facts)
+        at = _places_of(facts.products[0], facts)
         for box in cutlass.range_constexpr(facts.held):
             pieces = _load_box(shared, at, done + box, facts)
             for i in cutlass.range_constexpr(16):
@@ -120,7 +120,7 @@ def hold(shared: Shared, done, facts: cutlass.Constexpr):
 def multiply_tile(shared: Shared, held, done, x_done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """A tile's products into shared memory, of each warp its own; held: its first boxes, of `hold`, or None; done, x_done:
     boxes and stages of x before the tile."""
-    at, first = places_of(product, facts), facts.held if held is not None else 0
+    at, first = _places_of(product, facts), facts.held if held is not None else 0
     sums = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(facts.lanes // 8)]
     for total in sums:
         total.fill(0.0)

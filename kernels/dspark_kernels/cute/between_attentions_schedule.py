@@ -151,9 +151,13 @@ class Facts:
         return (len(self.products) - 1) * self.squares
 
     @property
-    def x_bytes(self) -> int:
+    def x_values(self) -> int:
         """Of a stage of x."""
-        return 2 * self.lanes * X_COLUMNS[0]
+        return self.lanes * X_COLUMNS[0]
+
+    @property
+    def x_bytes(self) -> int:
+        return 2 * self.x_values
 
     @property
     def stages(self) -> int:

@@ -200,5 +200,5 @@ def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass
     elif cutlass.const_expr(not facts.behind):
         cute.arch.mbarrier_wait(shared.multiplied, 0)
     if cute.arch.lane_idx() == 0:
-        raise_counter(work.counters + facts.made_at)
+        raise_counter(work.counters + facts.made_at, cutlass.Int32(1))
         cute.arch.mbarrier_arrive(shared.added)

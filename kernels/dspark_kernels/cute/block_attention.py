@@ -37,13 +37,14 @@ from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
 THREADS = CONSUMERS + 128  # and one warpgroup for the fetching warp: registers move between whole warpgroups
+ARCHITECTURE = "sm_90a"
 NO_WINDOW = 2**31 - 1
 MERGING_WARPS, UNIT_ROWS = 8, 4  # where `between_attentions` merges: its warps that multiply, and the rows of a unit
 LOG2_E = 1.4426950408889634
 
 
 @cute.jit
-def _tma(tensor, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
+def tma_boxes(tensor, rows: cutlass.Constexpr, columns: cutlass.Constexpr):
     """Atom and tensor that bring boxes of rows x columns into 128-byte swizzles, a column block behind the other."""
     outer = cute.make_layout((rows, (SWIZZLE, columns // SWIZZLE)), stride=(SWIZZLE, (1, rows * SWIZZLE)))
     box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, outer)
@@ -68,11 +69,11 @@ def _launch(
     pool_layout = cute.make_layout(
         (facts.page_size, (SWIZZLE, blocks), latents.pages), stride=(token_stride, (1, SWIZZLE), page_stride)
     )
-    tma_atom, tma_tensor = _tma(cute.make_tensor(latents.values, pool_layout), facts.box, facts.box_columns)
+    tma_atom, tma_tensor = tma_boxes(cute.make_tensor(latents.values, pool_layout), facts.box, facts.box_columns)
     query_layout = cute.make_layout(
         (facts.queries, (SWIZZLE, blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
     )
-    query_atom, query_tensor = _tma(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
+    query_atom, query_tensor = tma_boxes(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
     block_attention_kernel(
         tma_atom, tma_tensor, query_atom, query_tensor, queries, requests, work, scale, facts
     ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
@@ -156,8 +157,8 @@ def _group_rows(batch: int, heads: int) -> int:
 
 
 @dataclass(frozen=True)
-class UnmergedAttention:
-    """What the first kernel leaves: what its build depends on, what its launch was given, and the tensors that this names."""
+class AttentionCall:
+    """A launch: what its build depends on, what it is given, and the tensors that this names."""
 
     facts: Facts
     arguments: tuple
@@ -172,7 +173,7 @@ class UnmergedAttention:
 
 @cache
 def stand_in_merge_arguments() -> tuple[Requests, Workspace, Matrices]:
-    """`UnmergedAttention.merge_arguments` for a build, or a launch, that does not look at them."""
+    """`AttentionCall.merge_arguments` for a build, or a launch, that does not look at them."""
     facts = Facts(torch.bfloat16, 128, 192, 1, 1, 8, False, 1)
     _, arguments = _entry(facts)
     _, _, requests, work, matrices, *_ = arguments
@@ -182,7 +183,7 @@ def stand_in_merge_arguments() -> tuple[Requests, Workspace, Matrices]:
 def _call(
     queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, softmax_scale: float, causal: bool = False,
     window: int | None = None, slots=None, value_weights=None, **form,
-) -> UnmergedAttention:  # fmt: skip
+) -> AttentionCall:  # fmt: skip
     """A launch that is ready, `block_attention`'s arguments checked; form: of `Facts`, instead of what is chosen here."""
     check_call(queries, latents, page_table, context_lens, seq_lens, slots, kv_lora_rank, softmax_scale)
     if value_weights is not None:
@@ -191,8 +192,10 @@ def _call(
     pages, page_size, _ = latents.shape
     device = queries.device
     architecture = build_architecture(torch.cuda.get_device_capability(device))
-    if architecture != "sm_90a":
-        raise ValueError(f"block_attention=cute is built for sm_90a, and this device takes {architecture}; choose triton")
+    if architecture != ARCHITECTURE:
+        raise ValueError(
+            f"block_attention=cute is built for {ARCHITECTURE}, and this device takes {architecture}; choose triton"
+        )
     batch_stride, row_stride, head_stride = queries.stride()[:3]
     if heads == 1:
         head_stride = row_stride
@@ -222,16 +225,15 @@ def _call(
     strides, pool = (batch_stride, row_stride, head_stride), (*latents.stride()[:2], pages)
     seen, scale = NO_WINDOW if window is None else window, softmax_scale * LOG2_E
     arguments = _arguments(facts, addresses, strides, pool, page_table.stride(0), matrices.stride()[:3], batch, seen, scale)
-    return UnmergedAttention(facts, arguments, tensors)
+    return AttentionCall(facts, arguments, tensors)
 
 
-def _launch_now(call: UnmergedAttention) -> None:
+def _launch_now(call: AttentionCall) -> None:
     """On the device's current stream."""
     device = call.tensors["queries"].device
     with torch.cuda.device(device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-        architecture = build_architecture(torch.cuda.get_device_capability(device))
-        compile_block_attention(call.facts, architecture)(*call.arguments, stream)
+        compile_block_attention(call.facts, ARCHITECTURE)(*call.arguments, stream)
 
 
 def block_attention(
@@ -276,7 +278,7 @@ def block_attention(
 def unmerged_attention(
     queries: torch.Tensor, latents: torch.Tensor, page_table: torch.Tensor, context_lens: torch.Tensor, seq_lens: torch.Tensor,
     **options,
-) -> UnmergedAttention:  # fmt: skip
+) -> AttentionCall:  # fmt: skip
     """The first of `block_attention`'s launches, with value_weights, for `between_attentions` to merge; B, N and heads >= 1.
 
     Raises:
