@@ -98,27 +98,18 @@ class DrafterLayer(nn.Module):
     ) -> torch.Tensor:
         """`ops.block_attention` of queries [B, N, heads, D]: [B, N, heads, kv_lora_rank], or with value_weights [B, N, heads,
         v_head_dim]."""
-        return ops.block_attention(
-            queries,
-            layer_view,
-            context.page_table,
-            context.context_lens,
-            context.rows.seq_lens,
-            kv_lora_rank=self.config.kv_lora_rank,
-            softmax_scale=self.config.softmax_scale,
-            max_seq_len=context.max_seq_len,
-            causal=self.config.is_causal,
-            backend=context.paths.attention,
-            slots=context.slots,
-            window=context.window,
-            value_weights=value_weights,
-        )
+        more = {"max_seq_len": context.max_seq_len, "backend": context.paths.attention}
+        return self._attend_by(ops.block_attention, queries, layer_view, context, value_weights, **more)
 
     def attend_parts(
         self, queries: torch.Tensor, layer_view: torch.Tensor, context: BlockContext, value_weights: torch.Tensor
     ) -> ops.AttentionParts:
         """`attend`, for `ops.between_attentions` to merge."""
-        return ops.attention_parts(
+        return self._attend_by(ops.attention_parts, queries, layer_view, context, value_weights)
+
+    def _attend_by(self, op, queries, layer_view, context: BlockContext, value_weights, **more):
+        """Both ways: an op of `ops.block_attention`'s arguments."""
+        return op(
             queries,
             layer_view,
             context.page_table,
@@ -126,10 +117,11 @@ class DrafterLayer(nn.Module):
             context.rows.seq_lens,
             kv_lora_rank=self.config.kv_lora_rank,
             softmax_scale=self.config.softmax_scale,
-            value_weights=value_weights,
             causal=self.config.is_causal,
             window=context.window,
             slots=context.slots,
+            value_weights=value_weights,
+            **more,
         )
 
     def write_latents_and_query(self, y: torch.Tensor, layer_view: torch.Tensor, context: BlockContext) -> torch.Tensor:

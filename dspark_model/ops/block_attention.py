@@ -11,7 +11,7 @@ from dspark_model.ops.fp8_rows import FP8, check_pool_row_width, dequantise_rows
 from dspark_model.ops.per_head_product import per_head_product
 
 if TYPE_CHECKING:
-    from dspark_kernels.cute.block_attention import UnmergedAttention
+    from dspark_kernels.cute.block_attention import AttentionCall
 
 BACKENDS = ("torch", "triton", "cute", "causal_fixup", "flashinfer")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -166,8 +166,6 @@ def block_attention(
         ValueError: the window is below 1, `block_attention_refusal` gives a reason, value_weights do not fit the queries, or a
             kernel cannot take the strides, widths or dtypes of the tensors.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: a window over the context holds at least 1 row; pass None for no window")
     _check_served(backend, queries, latents, kv_lora_rank, causal, window)
     options = {
         "kv_lora_rank": kv_lora_rank, "softmax_scale": softmax_scale, "max_seq_len": max_seq_len, "causal": causal,
@@ -223,7 +221,7 @@ class AttentionParts:
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
-    unmerged: "UnmergedAttention"
+    unmerged: "AttentionCall"
 
 
 def attention_parts_refusal(
@@ -261,8 +259,6 @@ def attention_parts(
     Raises:
         ValueError: as `block_attention`, or `attention_parts_refusal` gives a reason, or value_weights lie otherwise.
     """
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: a window over the context holds at least 1 row; pass None for no window")
     _check_served("cute", queries, latents, kv_lora_rank, causal, window)
     _check_value_weights(value_weights, queries, kv_lora_rank)
     batch, rows, heads, _ = queries.shape
@@ -272,14 +268,16 @@ def attention_parts(
     )
     if reason is None and min(batch, rows) < 1:
         reason = f"it takes at least one row, got {batch} requests of {rows}"
-    if reason is None and value_weights.stride(1) != 1:
-        reason = f"it takes value_weights with the values of a column side by side, got strides {value_weights.stride()}"
-    if reason is None and not _in_steps_of_16_bytes(value_weights.transpose(1, 2)):
-        reason = "it takes value_weights whose columns begin at multiples of 16 bytes"
     if reason is not None:
         raise ValueError(f"attention_parts: {reason}; choose block_attention")
     from dspark_kernels.cute.block_attention import unmerged_attention
+    from dspark_kernels.cute.block_attention_checks import in_chunks
 
+    if not in_chunks(value_weights):
+        raise ValueError(
+            "attention_parts: it takes value_weights with the values of a column side by side, at multiples of 16 bytes, got "
+            f"strides {value_weights.stride()}; choose block_attention"
+        )
     unmerged = unmerged_attention(
         queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
         causal=causal, window=window, slots=slots, value_weights=value_weights,
@@ -288,7 +286,9 @@ def attention_parts(
 
 
 def _check_served(backend: str, queries, latents, kv_lora_rank: int, causal: bool, window: int | None) -> None:
-    """Raises ValueError with the backend's refusal."""
+    """Raises ValueError for a window of no row, and with the backend's refusal."""
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a window over the context holds at least 1 row; pass None for no window")
     captured = queries.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     fp8_pool = latents.dtype is FP8
     rows = queries if fp8_pool else latents
