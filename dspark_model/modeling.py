@@ -102,10 +102,16 @@ class DrafterLayer(nn.Module):
         return self._attend_by(ops.block_attention, queries, layer_view, context, value_weights, **more)
 
     def attend_parts(
-        self, queries: torch.Tensor, layer_view: torch.Tensor, context: BlockContext, value_weights: torch.Tensor
+        self,
+        queries: torch.Tensor,
+        layer_view: torch.Tensor,
+        context: BlockContext,
+        value_weights: torch.Tensor,
+        *,
+        early: bool,
     ) -> ops.AttentionParts:
-        """`attend`, for `ops.between_attentions` to merge."""
-        return self._attend_by(ops.attention_parts, queries, layer_view, context, value_weights)
+        """`attend`, for `ops.between_attentions` to merge; early: see `ops.attention_parts`."""
+        return self._attend_by(ops.attention_parts, queries, layer_view, context, value_weights, early=early)
 
     def _attend_by(self, op, queries, layer_view, context: BlockContext, value_weights, **more):
         """Both ways: an op of `ops.block_attention`'s arguments."""

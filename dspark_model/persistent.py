@@ -1,6 +1,7 @@
 """`gemm=persistent`: `low_m`, with all products between two attentions in one launch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -9,7 +10,16 @@ import torch
 
 from dspark_model import ops
 from dspark_model.low_m import LowMPath
-from dspark_model.ops import MAX_BETWEEN_ROWS, AfterAttention, BeforeAttention, BetweenSizes, BetweenWorkspace, NormedBy
+from dspark_model.ops import (
+    MAX_BETWEEN_ROWS,
+    Absorption,
+    AfterAttention,
+    BeforeAttention,
+    BetweenSizes,
+    BetweenWorkspace,
+    LatentsInto,
+    NormedBy,
+)
 
 if TYPE_CHECKING:
     from dspark_model.config import DrafterConfig
@@ -27,12 +37,18 @@ class PersistentPath(LowMPath):
 
     The projections of queries and latents have to be one product, see `MLAAttention.merge_qkv_a`.
 
-    launches_early: whether its launches begin beside the attention; the first living path on a device that may does so.
+    The launches make queries over latents too where they can, and with `latent_norm_rope=cute` and a direct write into the pool
+    the latents, so that the attention is the next kernel.
+
+    launches_early: whether its launches begin beside the attention, and the attention beside them if it is the next kernel; the
+    first living path on a device that may does so.
     """
 
     def __init__(self, model: "MLADSparkForCausalLM", *, may_launch_early: bool):
         super().__init__(model)
-        self._between = BetweenWorkspace(between_sizes(model.config), model.device)
+        sizes = between_sizes(model.config)
+        self._absorbs = sizes.heads > 0
+        self._between = BetweenWorkspace(sizes, model.device)
         with _EARLY_LOCK:
             self.launches_early = may_launch_early and _EARLY.setdefault(model.device, self) is self
         if self.launches_early and model.device.type == "cuda":
@@ -42,25 +58,35 @@ class PersistentPath(LowMPath):
         """`LowMPath.layers`."""
         if x.shape[0] * x.shape[1] > MAX_BETWEEN_ROWS:
             return super().layers(layers, x, context)
-        views = context.layer_views
-        hidden = x.flatten(0, 1)
-        first = ops.before_attention(hidden, _before(layers[0]), backend="cute", workspace=self._between)
-        queries = self._write_latents_and_absorb(layers[0], first, x.shape[:2], views[0], context)
+        hidden, options = x.flatten(0, 1), {"backend": "cute", "workspace": self._between, "early": self.launches_early}
+        fronts = [self._before(layer, view, context) for layer, view in zip(layers, context.layer_views, strict=True)]
+        made = ops.before_attention(hidden, fronts[0], **options)
         for index, layer in enumerate(layers):
-            values = self._attend(layer, queries, views[index], context)
-            following = layers[index + 1] if index + 1 < len(layers) else None
-            made = ops.between_attentions(
-                values, hidden, _after(layer), None if following is None else _before(following),
-                backend="cute", workspace=self._between, early=self.launches_early,
-            )  # fmt: skip
+            view, following = context.layer_views[index], fronts[index + 1] if index + 1 < len(layers) else None
+            queries = self._write_latents_and_absorb(layer, fronts[index], made, x.shape[:2], view, context)
+            early = self.launches_early and fronts[index].latents is not None
+            values = self._attend(layer, queries, view, context, early=early)
+            made = ops.between_attentions(values, hidden, _after(layer), following, **options)
             hidden = made.hidden
-            if following is not None:
-                queries = self._write_latents_and_absorb(following, made, x.shape[:2], views[index + 1], context)
         return hidden.view(x.shape)
 
+    def _before(self, layer: "DrafterLayer", view: torch.Tensor, context: "BlockContext") -> BeforeAttention:
+        """Weights in front of a layer's attention, and what its launch makes for that."""
+        attn, paths, absorption, latents = layer.self_attn, context.paths, None, None
+        if self._absorbs:
+            absorption = Absorption(attn.key_weights, context.cos_sin.flatten(0, 1))
+            stores = paths.direct_pool_write and paths.latent_norm_rope == "cute" and view.dtype is attn.key_weights.dtype
+            if stores and ops.latents_into_refusal(view) is None:
+                latents = LatentsInto(_normed_by(attn.kv_a_layernorm), view, context.rows.where)
+        return BeforeAttention(
+            _normed_by(layer.input_layernorm), attn.qkv_a_weight, _normed_by(attn.q_a_layernorm), attn.q_b_proj.weight,
+            absorption, latents,
+        )  # fmt: skip
+
     @staticmethod
-    def _attend(layer: "DrafterLayer", queries: torch.Tensor, view: torch.Tensor, context: "BlockContext"):
-        """Values [B * N, heads * v_head_dim], merged or to be merged."""
+    def _attend(layer: "DrafterLayer", queries: torch.Tensor, view: torch.Tensor, context: "BlockContext", *, early: bool):
+        """Values [B * N, heads * v_head_dim], merged or to be merged.  early: the launch that made queries and latents was the
+        one before."""
         config, matrices = layer.self_attn.config, layer.self_attn.value_weights.transpose(1, 2)
         if context.paths.attention == "cute":
             reason = ops.attention_parts_refusal(
@@ -68,30 +94,39 @@ class PersistentPath(LowMPath):
                 v_head_dim=config.v_head_dim, dtype=queries.dtype,
             )  # fmt: skip
             if reason is None:
-                return layer.attend_parts(queries, view, context, matrices)
+                return layer.attend_parts(queries, view, context, matrices, early=early)
         return layer.attend(queries, view, context, matrices).flatten(0, 1).flatten(1)
 
     def _write_latents_and_absorb(
-        self, layer: "DrafterLayer", made: ops.BetweenOutput | ops.BeforeOutput, block, view, context
+        self, layer: "DrafterLayer", front: BeforeAttention, made: ops.BetweenOutput | ops.BeforeOutput, block, view, context
     ) -> torch.Tensor:
-        """`DrafterLayer.write_latents_and_query` of rows whose products are made; block: B, N."""
+        """`DrafterLayer.write_latents_and_query` of rows whose products are made, and perhaps more; block: B, N."""
         attn = layer.self_attn
+        absorbed = None if made.absorbed is None else made.absorbed.unflatten(0, block)
+        if front.latents is not None:
+            return absorbed
         kv = made.qkv_a[:, attn.config.q_lora_rank :].unflatten(0, block)
         queries = made.queries.unflatten(0, block)
-        return layer.write_latents_beside(lambda: kv, lambda: self.absorb(attn, queries, context.cos_sin), view, context)
+
+        def over_latents() -> torch.Tensor:
+            return self.absorb(attn, queries, context.cos_sin) if absorbed is None else absorbed
+
+        return layer.write_latents_beside(lambda: kv, over_latents, view, context)
 
 
 def between_sizes(config: "DrafterConfig") -> BetweenSizes:
     """What the layers of a drafter have between their attentions."""
     heads = config.num_attention_heads
-    return BetweenSizes(
+    sizes = BetweenSizes(
         hidden=config.hidden_size,
         values=heads * config.v_head_dim,
         intermediate=config.intermediate_size,
         q_rank=config.q_lora_rank,
         width=config.q_lora_rank + config.latent_dim,
         queries=heads * config.qk_head_dim,
+        heads=heads,
     )
+    return sizes if ops.absorption_refusal(sizes, config.qk_nope_head_dim) is None else replace(sizes, heads=0)
 
 
 def _normed_by(norm: "RMSNorm") -> NormedBy:
@@ -102,10 +137,3 @@ def _after(layer: "DrafterLayer") -> AfterAttention:
     mlp = layer.mlp
     norm = _normed_by(layer.post_attention_layernorm)
     return AfterAttention(layer.self_attn.o_proj.weight, norm, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-
-
-def _before(layer: "DrafterLayer") -> BeforeAttention:
-    attn = layer.self_attn
-    return BeforeAttention(
-        _normed_by(layer.input_layernorm), attn.qkv_a_weight, _normed_by(attn.q_a_layernorm), attn.q_b_proj.weight
-    )

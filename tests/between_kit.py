@@ -1,16 +1,35 @@
 """Sizes, weights and bounds for the tests of `between_attentions` and what belongs to it."""
 
+from dataclasses import fields, replace
+
 import torch
 from torch.nn.functional import silu
 
-from dspark_model.ops import AfterAttention, BeforeAttention, BetweenSizes, NormedBy
+from dspark_model.ops import (
+    Absorption,
+    AfterAttention,
+    BeforeAttention,
+    BetweenOutput,
+    BetweenSizes,
+    LatentsInto,
+    NormedBy,
+    RowAddresses,
+)
 
 K3 = BetweenSizes(hidden=7168, values=1024, intermediate=1792, q_rank=1536, width=2112, queries=1536)
 # Fewer tiles than CTAs in every product; and CTAs with five tiles of one product and none of the next.
 SMALL = BetweenSizes(hidden=128, values=128, intermediate=128, q_rank=128, width=192, queries=64)
-WIDE = BetweenSizes(hidden=16384, values=1024, intermediate=128, q_rank=128, width=192, queries=64)  # CTAs with two first tiles
+WIDE = BetweenSizes(hidden=16384, values=1024, intermediate=128, q_rank=128, width=192, queries=64)  # CTAs with two tiles of o
 UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, width=128 + 64, queries=17 * 64)
-EPS = {"mlp": 0.5, "attention": 0.125, "queries": 2.0}  # so far apart that no bound holds with another one's
+# With queries over latents: of K3; with fewer CTAs that store latents than rows; with latents of four warps; with CTAs that
+# have several tiles of the heads' matrices.
+ABSORBING = {
+    "k3": replace(K3, heads=8),
+    "small": replace(SMALL, width=320, queries=192, heads=1),
+    "wide": BetweenSizes(256, 256, 128, 256, 256 + 1024 + 128, 2 * 256, heads=2),
+    "many": BetweenSizes(256, 128, 128, 128, 128 + 512 + 64, 40 * 192, heads=40),
+}
+EPS = {"mlp": 0.5, "attention": 0.125, "queries": 2.0, "latents": 0.25}  # so far apart that no bound holds with another one's
 
 
 def normal(rows: int, depth: int, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -35,6 +54,11 @@ def inputs(sizes: BetweenSizes, rows: int, device: str, dtype: torch.dtype) -> t
     return tuple(torch.randn(rows, size).to(device, dtype) for size in (sizes.values, sizes.hidden))
 
 
+def results(made: BetweenOutput) -> dict[str, torch.Tensor]:
+    """Those that are there, by name."""
+    return {field.name: result for field in fields(made) if (result := getattr(made, field.name)) is not None}
+
+
 def check_product(name: str, x, norm: NormedBy | None, weight, up, added, result) -> None:
     """Within `low_m_linear`'s bound of float64."""
     unit = torch.finfo(x.dtype).eps / 2
@@ -55,3 +79,17 @@ def check_product(name: str, x, norm: NormedBy | None, weight, up, added, result
     assert (distance <= bound + 1e-12).all(), (name, float((distance / bound).max()))
     # A box left out of a long sum stays within the bound above, but not within what roundings make together.
     assert float(distance.norm() / wanted.norm()) < 2 * unit + 2.0**-20, name
+
+
+def into_attention(sizes: BetweenSizes, before: BeforeAttention, rows: int, *, page_size: int = 32) -> BeforeAttention:
+    """The same with queries over latents, and latents to a pool of NaN: one row of each page, and every fifth not owned."""
+    device, dtype, rotary = before.q_b.device, before.q_b.dtype, sizes.rotary
+    latent = sizes.width - sizes.q_rank
+    matrices = normal(sizes.heads * 256, latent - rotary, device, dtype).view(sizes.heads, 256, -1)[:, :128]
+    turn = torch.rand(rows, rotary // 2) * 6
+    cos_sin = torch.cat((turn.cos(), turn.sin()), -1).to(device)
+    norm = NormedBy((torch.rand(latent - rotary) + 0.5).to(device, dtype), EPS["latents"])
+    pool = torch.full((rows + 2, 2, page_size, latent), float("nan"), dtype=dtype, device=device)[:, 1]
+    pages, offsets = torch.randperm(rows + 2)[:rows], torch.randint(page_size, (rows,))
+    where = RowAddresses(pages.to(device), offsets.to(device), (torch.arange(rows) % 5 != 4).to(device))
+    return replace(before, absorption=Absorption(matrices, cos_sin), latents=LatentsInto(norm, pool, where))

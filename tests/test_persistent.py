@@ -30,13 +30,14 @@ def calls(monkeypatch) -> list[tuple[int, bool, bool]]:
     def between_attentions(values, residual, after, before, *, backend, workspace, early):
         assert backend == "cute"
         sizes = _check(values, residual, after, before)
-        assert sizes == (workspace if before is not None else dataclasses.replace(workspace, q_rank=0, width=0, queries=0))
+        nothing = {"q_rank": 0, "width": 0, "queries": 0, "heads": 0}
+        assert sizes == (workspace if before is not None else dataclasses.replace(workspace, **nothing))
         for tensor in (values, residual):
             assert tensor.is_contiguous()
         made.append((values.shape[0], before is not None, early))
         return torch_form(values, residual, after, before)
 
-    def before_attention(hidden, before, *, backend, workspace):
+    def before_attention(hidden, before, *, backend, workspace, early):
         assert backend == "cute" and hidden.is_contiguous()
         assert _check_before(hidden, before) == dataclasses.replace(workspace, values=0, intermediate=0)
         return torch_front(hidden, before)
@@ -70,6 +71,40 @@ def test_layers_are_the_plain_models(calls, requests):
     assert rows <= MAX_BETWEEN_ROWS and layers > 1
     assert [(count, follows) for count, follows, _ in calls] == [(rows, True)] * (layers - 1) + [(rows, False)]
     torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_launches_make_queries_over_latents_for_heads_that_they_take(calls):
+    """The same model by `between_attentions`' torch form, queries over latents by its absorption."""
+    for nope, absorbs in ((128, True), (64, False)):
+        calls.clear()
+        model = small_model(qk_nope_head_dim=nope, qk_rope_head_dim=192 - nope, qk_head_dim=192, kv_lora_rank=64)
+        ours = first_blocks(model, dataclasses.replace(PLAIN, gemm="persistent"), 1)
+        assert len(calls) == len(model.layers) and PersistentPath(model, may_launch_early=False)._absorbs == absorbs
+        torch.testing.assert_close(ours, first_blocks(model, PLAIN, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_launches_store_latents_where_the_pool_is_written_directly(calls):
+    """By what `_before` asks for."""
+    model = small_model(qk_nope_head_dim=128, qk_rope_head_dim=64, qk_head_dim=192, kv_lora_rank=64)
+    model.merge_qkv_a()
+    path, where = PersistentPath(model, may_launch_early=True), object()
+    pool = torch.zeros(len(model.layers), 3, 4, 128)
+    for direct, backend, view, stored in (
+        (True, "cute", pool[1], True),
+        (False, "cute", pool[1], False),
+        (True, "triton", pool[1], False),
+        (True, "cute", pool.bfloat16()[1], False),
+        (True, "cute", torch.zeros(3, 4, 129)[..., :128], False),
+    ):
+        paths = SimpleNamespace(direct_pool_write=direct, latent_norm_rope=backend)
+        context = SimpleNamespace(
+            paths=paths, cos_sin=torch.zeros(1, 7, 64), rows=SimpleNamespace(where=where), layer_views=pool
+        )
+        front = path._before(model.layers[1], view, context)
+        assert front.absorption.cos_sin.shape == (7, 64) and (front.latents is not None) == stored
+        if stored:
+            assert front.latents.layer_view is view and front.latents.where is where
+            assert front.latents.norm.weight is model.layers[1].self_attn.kv_a_layernorm.weight
 
 
 def test_larger_blocks_are_those_of_low_m(calls):
@@ -110,9 +145,9 @@ def test_the_launch_merges_where_the_attention_leaves_parts(monkeypatch):
     """By what `_attend` calls: parts for `cute` alone, if nothing speaks against it."""
     layer, queries = small_model().layers[0], torch.zeros(1, 7, 2, 3)
     monkeypatch.setattr(type(layer), "attend", lambda *_: queries)
-    monkeypatch.setattr(type(layer), "attend_parts", lambda *_: "parts")
+    monkeypatch.setattr(type(layer), "attend_parts", lambda *_, early: "parts")
     for attention, reason, wanted in (("cute", None, "parts"), ("cute", "no", "values"), ("triton", None, "values")):
         monkeypatch.setattr(ops, "attention_parts_refusal", lambda reason=reason, **_: reason)
         context = SimpleNamespace(paths=SimpleNamespace(attention=attention))
-        found = PersistentPath._attend(layer, queries, None, context)
+        found = PersistentPath._attend(layer, queries, None, context, early=False)
         assert found == "parts" if wanted == "parts" else found.shape == (7, 6)

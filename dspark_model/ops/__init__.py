@@ -7,12 +7,13 @@ float32, and a result is rounded once, when it is stored in the tensor's dtype.
 
 from dspark_model.ops.absorb_queries import absorb_queries
 from dspark_model.ops.accept_exact import NO_TOKEN, Acceptance, accept_exact
-from dspark_model.ops.before_attention import BeforeAttention, BeforeOutput, NormedBy, before_attention
+from dspark_model.ops.before_attention import BeforeAttention, BeforeOutput, before_attention
 from dspark_model.ops.between_attentions import AfterAttention, BetweenOutput, between_attentions
 from dspark_model.ops.between_workspace import (
     MAX_BETWEEN_ROWS,
     BetweenSizes,
     BetweenWorkspace,
+    absorption_refusal,
     between_attentions_refusal,
 )
 from dspark_model.ops.block_attention import (
@@ -29,6 +30,7 @@ from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table, refresh_block_table
 from dspark_model.ops.fp8_rows import dequantise_rows, pool_row_width, quantise_rows
 from dspark_model.ops.fp32_linear import fp32_linear
+from dspark_model.ops.into_attention import Absorption, LatentsInto, NormedBy, latents_into_refusal
 from dspark_model.ops.latent_norm_rope import latent_norm_rope, latent_norm_rope_store
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
 from dspark_model.ops.length_advance import LengthAdvance, length_advance
@@ -52,6 +54,7 @@ from dspark_model.ops.step_prologue import BlockShape, GivenRows, SlotTables, St
 __all__ = [
     "MAX_BETWEEN_ROWS",
     "NO_TOKEN",
+    "Absorption",
     "Acceptance",
     "AfterAttention",
     "AttentionParts",
@@ -114,4 +117,7 @@ __all__ = [
     "step_commit",
     "step_prologue",
     "tempered_softmax",
+    "absorption_refusal",
+    "LatentsInto",
+    "latents_into_refusal",
 ]

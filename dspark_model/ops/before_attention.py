@@ -1,37 +1,43 @@
-"""The products in front of a drafter's first attention: its latents and queries."""
+"""What is in front of a drafter's first attention: its latents and queries."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
 from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, build_facts, check_launch, check_workspace
+from dspark_model.ops.into_attention import (
+    Absorption,
+    LatentsInto,
+    NormedBy,
+    absorption_sizes,
+    check_into,
+    into_arguments,
+    make_absorbed,
+    store_latents,
+)
 from dspark_model.ops.low_m_linear import low_m_linear
 
 
 @dataclass(frozen=True, slots=True)
-class NormedBy:
-    """RMSNorm's weight [K] and eps."""
-
-    weight: torch.Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
 class BeforeAttention:
-    """Weights of a layer in front of its attention: qkv_a [Q + D, H], the rows of queries first, q_b [N, Q]."""
+    """Weights of a layer in front of its attention: qkv_a [Q + D, H], the rows of queries first, q_b [N, Q].  absorption:
+    queries over latents are made too; latents: these go to the pool, which takes the absorption's cos_sin."""
 
     norm: NormedBy
     qkv_a: torch.Tensor
     q_norm: NormedBy
     q_b: torch.Tensor
+    absorption: Absorption | None = None
+    latents: LatentsInto | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BeforeOutput:
-    """qkv_a [M, Q + D] and queries [M, N], as in `BetweenOutput`."""
+    """qkv_a [M, Q + D], queries [M, N] and absorbed [M, heads, D], None without an absorption, as in `BetweenOutput`."""
 
     qkv_a: torch.Tensor
     queries: torch.Tensor
+    absorbed: torch.Tensor | None
 
 
 def before_attention(
@@ -40,15 +46,19 @@ def before_attention(
     *,
     backend: str = "torch",
     workspace: BetweenWorkspace | None = None,
+    early: bool = False,
 ) -> BeforeOutput:
-    """`between_attentions` in front of the first attention: only qkv_a and queries, of hidden [M, H].
+    """`between_attentions` in front of the first attention: only what `before` makes, of hidden [M, H].
+
+    early: of the backend `cute`: it is no cooperative launch, and the attention behind it may begin beside it; else as for
+        `between_attentions`.
 
     Raises:
         ValueError, RuntimeError: as `between_attentions`.
     """
     sizes = _check(hidden, before)
     if backend == "cute":
-        return _cute_before(hidden, before, sizes, workspace)
+        return _cute_before(hidden, before, sizes, workspace, early)
     if backend != "torch":
         raise ValueError(f"before_attention has no backend {backend}; choose torch or cute")
     return project_rows(hidden, before)
@@ -57,15 +67,29 @@ def before_attention(
 def project_rows(hidden: torch.Tensor, before: BeforeAttention) -> BeforeOutput:
     """The torch form."""
     qkv_a = low_m_linear(hidden, before.qkv_a, norm_weight=before.norm.weight, eps=before.norm.eps)
-    q_a = qkv_a[:, : before.q_b.shape[1]]
-    return BeforeOutput(qkv_a, low_m_linear(q_a, before.q_b, norm_weight=before.q_norm.weight, eps=before.q_norm.eps))
+    q_a, kv = qkv_a.split((before.q_b.shape[1], qkv_a.shape[1] - before.q_b.shape[1]), -1)
+    queries = low_m_linear(q_a, before.q_b, norm_weight=before.q_norm.weight, eps=before.q_norm.eps)
+    if before.absorption is None:
+        return BeforeOutput(qkv_a, queries, None)
+    if before.latents is not None:
+        store_latents(kv, before.absorption, before.latents)
+    return BeforeOutput(qkv_a, queries, make_absorbed(queries, before.absorption))
 
 
 def _check(hidden, before: BeforeAttention) -> BetweenSizes:
     """The sizes that are there.  Raises ValueError for tensors that do not fit together."""
     check_matrices({"hidden [M, H]": hidden, **front_matrices(before)})
     check_wanted(front_wanted(before, hidden.shape[1]), hidden)
-    return BetweenSizes(hidden.shape[1], 0, 0, before.q_b.shape[1], before.qkv_a.shape[0], before.q_b.shape[0])
+    check_front(before, hidden.shape[0])
+    heads = absorption_sizes(before.absorption)
+    return BetweenSizes(hidden.shape[1], 0, 0, before.q_b.shape[1], before.qkv_a.shape[0], before.q_b.shape[0], heads)
+
+
+def check_front(before: BeforeAttention, rows: int) -> None:
+    """Raises ValueError for an absorption, or latents, that do not fit what is in front of an attention."""
+    check_into(
+        before.absorption, before.latents, rows, before.q_b.shape[0], before.qkv_a.shape[0] - before.q_b.shape[1], before.q_b
+    )
 
 
 def front_matrices(before: BeforeAttention) -> dict:
@@ -101,27 +125,47 @@ def check_wanted(wanted: dict, like) -> None:
             )
 
 
-def _cute_before(hidden, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None) -> BeforeOutput:
-    rows, device, form = hidden.shape[0], hidden.device, (False, True)
+def _cute_before(hidden, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool) -> BeforeOutput:
+    rows, device, absorbed = hidden.shape[0], hidden.device, before.absorption is not None
     own = check_workspace(workspace, device)
-    check_launch(rows, hidden, own, replace(sizes, values=own.values, intermediate=own.intermediate))
+    sizes = replace(sizes, values=own.values, intermediate=own.intermediate)
+    check_launch(rows, hidden, own, sizes if absorbed else replace(sizes, heads=own.heads))
 
     from dspark_kernels.cute.between_attentions import launch
 
     def empty(width: int) -> torch.Tensor:
         return torch.empty(rows, width, dtype=hidden.dtype, device=device)
 
-    weights, tensors = front_tensors(before, own, empty)
+    weights, tensors, into = front_tensors(before, own, empty)
+    form = (False, True, absorbed)
     work = (workspace.words, workspace.squares, workspace.counters[form])
-    facts = build_facts(own, rows, *form, device)
-    launch(facts, None, weights, {"residual": hidden, **tensors}, work, (0.0, before.norm.eps, before.q_norm.eps))
-    return BeforeOutput(tensors["qkv_a"], tensors["queries"])
+    facts = build_facts(own, rows, *form, device, early=early, stored=before.latents is not None)
+    launch(facts, None, weights, {"residual": hidden, **tensors}, work, front_eps(0.0, before), into)
+    return BeforeOutput(tensors["qkv_a"], tensors["queries"], over_latents(tensors, own))
 
 
-def front_tensors(before: BeforeAttention, own: BetweenSizes, empty) -> tuple[dict, dict]:
-    """Weights and rows of a launch in front of an attention, by the kernel's names; empty: makes rows of a width."""
+def front_tensors(before: BeforeAttention, own: BetweenSizes, empty) -> tuple[dict, dict, tuple | None]:
+    """Weights and rows of a launch in front of an attention, by the kernel's names, and how they become what the attention
+    takes, as `launch` takes it; empty: makes rows of a width."""
     weights = {
         "input_norm": before.norm.weight, "qkv_a": before.qkv_a, "q_a_norm": before.q_norm.weight, "q_b": before.q_b
     }  # fmt: skip
     widths = {"scaled_hidden": own.hidden, "qkv_a": own.width, "scaled_q_a": own.q_rank, "queries": own.queries}
-    return weights, {name: empty(width) for name, width in widths.items()}
+    if before.absorption is None:
+        return weights, {name: empty(width) for name, width in widths.items()}, None
+    widths["absorbed"] = own.heads * (own.width - own.q_rank)
+    if before.latents is not None:
+        weights["latent_norm"] = before.latents.norm.weight
+    rows = {name: empty(width) for name, width in widths.items()}
+    return weights, rows, into_arguments(before.absorption, before.latents)
+
+
+def front_eps(mlp: float, before: BeforeAttention) -> tuple[float, float, float, float]:
+    """Of all norms of a launch, in the kernel's order; mlp: of the one behind an attention."""
+    return mlp, before.norm.eps, before.q_norm.eps, 0.0 if before.latents is None else before.latents.norm.eps
+
+
+def over_latents(rows: dict, own: BetweenSizes) -> torch.Tensor | None:
+    """Queries over latents [M, heads, D] among a launch's rows, if it makes them."""
+    absorbed = rows.get("absorbed")
+    return None if absorbed is None else absorbed.view(len(absorbed), own.heads, -1)

@@ -6,16 +6,19 @@ import torch
 
 from dspark_model.ops.before_attention import (
     BeforeAttention,
-    NormedBy,
+    check_front,
     check_matrices,
     check_wanted,
+    front_eps,
     front_matrices,
     front_tensors,
     front_wanted,
+    over_latents,
     project_rows,
 )
 from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, build_facts, check_launch, check_workspace
 from dspark_model.ops.block_attention import AttentionParts
+from dspark_model.ops.into_attention import NormedBy, absorption_sizes
 from dspark_model.ops.low_m_linear import low_m_linear
 
 
@@ -33,7 +36,8 @@ class AfterAttention:
 @dataclass(frozen=True, slots=True)
 class BetweenOutput:
     """values [M, V], in front of W_O; h [M, H], behind it; gated [M, I], in front of W_down; hidden [M, H], behind the MLP;
-    qkv_a [M, Q + D] and queries [M, N] of the next layer, None without one."""
+    qkv_a [M, Q + D] and queries [M, N] of the next layer, None without one; absorbed [M, heads, D]: these over latents, None
+    without an absorption."""
 
     values: torch.Tensor
     h: torch.Tensor
@@ -41,6 +45,7 @@ class BetweenOutput:
     hidden: torch.Tensor
     qkv_a: torch.Tensor | None
     queries: torch.Tensor | None
+    absorbed: torch.Tensor | None
 
 
 def between_attentions(
@@ -54,21 +59,24 @@ def between_attentions(
     early: bool = False,
 ) -> BetweenOutput:
     """h = residual + values @ o.T; gated = silu(z @ gate.T) * (z @ up.T) with z = RMSNorm(h); hidden = h + gated @ down.T; and
-    with the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T.
+    with the next layer's weights qkv_a = RMSNorm(hidden) @ qkv_a.T, queries = RMSNorm(qkv_a[:, :Q]) @ q_b.T; with an absorption
+    `absorb_queries` of these; and `latent_norm_rope` of qkv_a[:, Q:] to the pool, where latents are to go there.
 
     values: [M, V], or the backend `cute`'s `AttentionParts` of them, which it merges first, to the bits of `block_attention`
     with value_weights; residual: [M, H]; M >= 1; weights as in `AfterAttention` and `BeforeAttention`; before: None behind the
     last layer.  Every product, with the norm in front and what follows, is `low_m_linear`'s, and so are the roundings.
     backend: `torch`; or `cute`, one launch for up to 16 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of
-    16 bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given.  A row's bits depend on its own values,
+    16 bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given, and an absorption that of
+    `per_head_product`; latents have the bits of `latent_norm_rope`'s backend `cute`.  A row's bits depend on its own values,
     the sizes and the device's number of processors, on nothing else.
     workspace: of the backend `cute`.  All CTAs of the launch wait for one another: it is a cooperative launch of one on each
     multiprocessor, unless it is early.
     early: of the backend `cute`: the launch begins where multiprocessors are free while the kernel before it on the stream
-        still runs, if that one allows it (programmatic dependent launch), and fetches weights until it has ended.  Only
-        `values` may be what that kernel makes: `residual`, the weights and the workspace's launch before must have been
-        complete when it began.  It is no cooperative launch, so meanwhile no other early one may run on the device, nor another
-        kernel that waits for CTAs of its own without being a cooperative launch.
+        still runs, if that one allows it (programmatic dependent launch), and fetches weights until it has ended.  The weights,
+        the lengths of an `AttentionParts` and, behind values that are given, the workspace's launch before must have been
+        complete when that kernel began; all else may be what it makes or waits for.  It is no cooperative launch, so meanwhile
+        no other early one may run on the device, nor another kernel that waits for CTAs of its own without being a cooperative
+        launch.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; or `cute`, and `between_attentions_refusal` gives a reason,
@@ -89,9 +97,9 @@ def between_attentions(
     gated = low_m_linear(h, after.gate, up_weight=after.up, norm_weight=after.norm.weight, eps=after.norm.eps)
     hidden = low_m_linear(gated, after.down, residual=h)
     if before is None:
-        return BetweenOutput(values, h, gated, hidden, None, None)
+        return BetweenOutput(values, h, gated, hidden, None, None, None)
     front = project_rows(hidden, before)
-    return BetweenOutput(values, h, gated, hidden, front.qkv_a, front.queries)
+    return BetweenOutput(values, h, gated, hidden, front.qkv_a, front.queries, front.absorbed)
 
 
 def _check(values, residual, after: AfterAttention, before: BeforeAttention | None) -> BetweenSizes:
@@ -111,22 +119,24 @@ def _check(values, residual, after: AfterAttention, before: BeforeAttention | No
         "up": (after.up, (inner, hidden)),
         "down": (after.down, (hidden, inner)),
     }
-    q_rank = outer = queries = 0
+    q_rank = outer = queries = heads = 0
     if before is not None:
         wanted |= front_wanted(before, hidden)
-        (queries, q_rank), outer = before.q_b.shape, before.qkv_a.shape[0]
+        (queries, q_rank), outer, heads = before.q_b.shape, before.qkv_a.shape[0], absorption_sizes(before.absorption)
     check_wanted(wanted, values)
-    return BetweenSizes(hidden, width, inner, q_rank, outer, queries)
+    if before is not None:
+        check_front(before, rows)
+    return BetweenSizes(hidden, width, inner, q_rank, outer, queries, heads)
 
 
 def _cute(
     values, residual, after, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool
 ) -> BetweenOutput:
-    rows, device, form = values.shape[0], values.device, (True, before is not None)
+    rows, device, absorbed = values.shape[0], values.device, before is not None and before.absorption is not None
     own = check_workspace(workspace, device)
     if before is None:  # then the weights do not say what a next layer has
         sizes = replace(sizes, q_rank=own.q_rank, width=own.width, queries=own.queries)
-    check_launch(rows, values, own, sizes)
+    check_launch(rows, values, own, sizes if absorbed else replace(sizes, heads=own.heads))
 
     from dspark_kernels.cute.between_attentions import launch
 
@@ -143,10 +153,12 @@ def _cute(
     tensors = {
         "values": values, "residual": residual, "h": h, "scaled_h": scaled_h, "gated": gated, "hidden": hidden
     }  # fmt: skip
-    eps, front = (after.norm.eps, 0.0, 0.0), {}
+    eps, front, into = (after.norm.eps, 0.0, 0.0, 0.0), {}, None
     if before is not None:
-        front_weights, front = front_tensors(before, own, empty)
-        weights, tensors, eps = weights | front_weights, tensors | front, (after.norm.eps, before.norm.eps, before.q_norm.eps)
-    facts = build_facts(own, rows, *form, device, early=early, attention=None if unmerged is None else unmerged.facts)
-    launch(facts, unmerged, weights, tensors, (workspace.words, workspace.squares, workspace.counters[form]), eps)
-    return BetweenOutput(values, h, gated, hidden, front.get("qkv_a"), front.get("queries"))
+        front_weights, front, into = front_tensors(before, own, empty)
+        weights, tensors, eps = weights | front_weights, tensors | front, front_eps(after.norm.eps, before)
+    form, attention = (True, before is not None, absorbed), None if unmerged is None else unmerged.facts
+    stored = before is not None and before.latents is not None
+    facts = build_facts(own, rows, *form, device, early=early, attention=attention, stored=stored)
+    launch(facts, unmerged, weights, tensors, (workspace.words, workspace.squares, workspace.counters[form]), eps, into)
+    return BetweenOutput(values, h, gated, hidden, front.get("qkv_a"), front.get("queries"), over_latents(front, own))

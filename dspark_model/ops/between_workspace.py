@@ -9,14 +9,15 @@ from dspark_model.ops.cute_device import cute_device_refusal
 # With more rows the launches of `low_m` are as fast: with 28 a step at K3's shape took 695 us, and 702 with one launch between
 # two attentions in a form for 32 rows, on an H200.
 MAX_BETWEEN_ROWS = 16
-# Of a launch: whether the products behind an attention are made, and those in front of the next one.
-FORMS = ((True, False), (True, True), (False, True))
+# Of a launch: whether the products behind an attention are made, those in front of the next one, and queries over latents.
+FORMS = ((True, False, False), (True, True, False), (False, True, False), (True, True, True), (False, True, True))
+NOPE = 128  # values of a head's query that meet its key matrix, where queries over latents are made
 MERGE_WORDS = 8 * 4 * MAX_BETWEEN_ROWS  # of a column: of 8 parts of the latents, 4 rows for each row that may be a block
 
 
 @dataclass(frozen=True, slots=True)
 class BetweenSizes:
-    """Sizes of a drafter's layers.  values: V, width: Q + D, queries: N."""
+    """Sizes of a drafter's layers.  values: V, width: Q + D, queries: N; heads: where queries over latents are made, else 0."""
 
     hidden: int
     values: int
@@ -24,6 +25,12 @@ class BetweenSizes:
     q_rank: int
     width: int
     queries: int
+    heads: int = 0
+
+    @property
+    def rotary(self) -> int:
+        """Values of a head's query, and of a latent row, that are turned."""
+        return self.queries // self.heads - NOPE
 
 
 class BetweenWorkspace:
@@ -41,11 +48,12 @@ class BetweenWorkspace:
         if reason is not None:
             raise ValueError(f"between_attentions=cute: {reason}; choose torch, which needs no workspace")
         self.sizes = sizes
-        facts = [build_facts(sizes, MAX_BETWEEN_ROWS, *form, device) for form in FORMS]
+        forms = [form for form in FORMS if sizes.heads or not form[2]]
+        facts = [build_facts(sizes, MAX_BETWEEN_ROWS, *form, device) for form in forms]
         self.words = torch.zeros(MERGE_WORDS * sizes.values, dtype=torch.int64, device=device)
         self.squares = torch.zeros(max(f.num_squares for f in facts), dtype=torch.float32, device=device)
         self.counters = {
-            form: torch.zeros(f.num_counters, dtype=torch.int32, device=device) for form, f in zip(FORMS, facts, strict=True)
+            form: torch.zeros(f.num_counters, dtype=torch.int32, device=device) for form, f in zip(forms, facts, strict=True)
         }
 
 
@@ -66,20 +74,37 @@ def _sizes_refusal(sizes: BetweenSizes) -> str | None:
         for name, step in steps.items()
         if (size := getattr(sizes, name)) < 1 or size % step
     ]
-    return f"it takes sizes in whole tiles, got {'; '.join(wrong)}" if wrong else None
+    if wrong:
+        return f"it takes sizes in whole tiles, got {'; '.join(wrong)}"
+    return absorption_refusal(sizes) if sizes.heads else None
+
+
+def absorption_refusal(sizes: BetweenSizes, nope: int = NOPE) -> str | None:
+    """Why queries over latents are not made for a drafter of such sizes; None where they are.  nope: values of a head's query
+    that are not turned."""
+    latent = sizes.width - sizes.q_rank
+    if nope != NOPE or sizes.queries % sizes.heads or sizes.rotary < 8 or sizes.rotary % 8 or (latent - sizes.rotary) % 64:
+        return (
+            f"it makes queries over latents of heads of {NOPE} values and a multiple of 8 that are turned, for latents of a "
+            f"multiple of 64 beside these, got {sizes.heads} heads of {sizes.queries / sizes.heads:g} with {nope} not turned, "
+            f"and latents of {latent}"
+        )
+    return None
 
 
 def build_facts(
-    sizes: BetweenSizes, rows: int, behind: bool, following: bool, device: torch.device, *, early: bool = False, attention=None
+    sizes: BetweenSizes, rows: int, behind: bool, following: bool, absorbed: bool, device: torch.device, *, early: bool = False,
+    attention=None, stored: bool = False,
 ):  # fmt: skip
-    """`Facts` of a build for so many rows; behind, following: of `FORMS`; attention: of one whose parts are merged."""
+    """`Facts` of a build for so many rows; behind, following, absorbed: of `FORMS`; attention: of one whose parts are merged;
+    stored: the latents go to the pool."""
     from dspark_kernels.cute.between_attentions_schedule import LANES, Facts
 
     lanes = next(lanes for lanes in LANES if rows <= lanes)
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     return Facts(
         torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-        sizes.queries, following, ctas, early, attention, behind,
+        sizes.queries, following, ctas, early, attention, behind, sizes.heads if absorbed else 0, stored,
     )  # fmt: skip
 
 

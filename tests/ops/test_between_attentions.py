@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from between_kit import EPS, K3, SMALL, UNEVEN, WIDE, check_product, inputs, layers
+from between_kit import ABSORBING, EPS, K3, SMALL, UNEVEN, WIDE, check_product, inputs, into_attention, layers, results
 from cute_kit import run_compiling
 from kernel_kit import watched_memory
 
@@ -127,12 +127,16 @@ def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
 
     return Facts(
         torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-        sizes.queries, following, ctas,
+        sizes.queries, following, ctas, heads=sizes.heads if following else 0,
     )  # fmt: skip
 
 
 @needs_cute
-@pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
+@pytest.mark.parametrize(
+    "sizes",
+    [K3, SMALL, UNEVEN, ABSORBING["k3"], ABSORBING["many"]],
+    ids=["k3", "small", "uneven", "k3 over latents", "many over latents"],
+)
 @pytest.mark.parametrize("ctas", [132, 114, 7])
 def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
     from dspark_kernels.cute.between_attentions_meet import SUM_ROW
@@ -151,9 +155,12 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
         facts = facts_of(sizes, lanes, following, ctas)
         counts = [sizes.hidden, 2 * sizes.intermediate, sizes.hidden, sizes.width, sizes.queries]
         depths = [sizes.values, sizes.hidden, sizes.intermediate, sizes.hidden, sizes.q_rank]
-        assert [p.name for p in facts.products] == ["o", "gate_up", "down", "qkv_a", "q_b"][: 5 if following else 3]
-        barriers = 2 * facts.stages + 2 * X_STAGES + 2 * len(facts.products) + 2
-        small = 4 * (WARPS * lanes * SUM_ROW + lanes) + 8 * barriers
+        if facts.heads:
+            counts, depths = [*counts, sizes.heads * (sizes.width - sizes.q_rank - sizes.rotary)], [*depths, 128]
+        names = ["o", "gate_up", "down", "qkv_a", "q_b", "absorb"]
+        assert [p.name for p in facts.products] == names[: len(counts) if following else 3]
+        barriers = 2 * facts.stages + 2 * X_STAGES + 2 * len(facts.products) + 3
+        small = 4 * (WARPS * lanes * SUM_ROW + lanes + 4) + 8 * barriers
         assert facts.held == 0 or facts.products[0].tiles <= ctas
         assert small + 1024 <= SMALL_BYTES  # 1024: to align boxes
         assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + SMALL_BYTES <= SHARED_BYTES
@@ -168,7 +175,8 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
             # Eight warps, each with 16 rows and 64 columns.
             assert 8 % product.groups == 0 and product.columns // 64 == 8 // product.groups
             assert product.rows // (2 if product.gated else 1) % 16 == 0
-            assert facts.squares >= product.tiles or product.name in ("gate_up", "q_b")
+            summed = sizes.q_rank if product.name == "qkv_a" else count  # of qkv_a's tiles those of queries leave squares
+            assert facts.squares >= summed // product.rows or product.name in ("gate_up", "q_b", "absorb")
 
 
 COMPILE = r"""
@@ -182,8 +190,9 @@ attention = AttentionFacts(
     torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4, merging_warps=8, merged=False
 )
 results = []
-for lanes, following, merged in ((8, True, None), (16, False, None), (8, False, attention)):
-    facts = Facts(torch.bfloat16, lanes, 7168, 1024, 1792, 1536, 576, 1536, following, 132, attention=merged)
+for lanes, following, merged, heads in ((8, True, None, 0), (16, False, None, 0), (8, True, attention, 8)):
+    sizes = (7168, 1024, 1792, 1536, 576, 1536)
+    facts = Facts(torch.bfloat16, lanes, *sizes, following, 132, attention=merged, heads=heads, stored=heads > 0)
     ptx = compile_between_attentions(facts, "sm_90a").__ptx__
     results.append(
         {
@@ -204,13 +213,14 @@ def test_compiles_to_mma_without_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     # A warp has 16 rows and 64 columns of a box: 4 instructions for 8 rows of x, 8 for 16.  The eight boxes of the first
     # product wait in registers; each other product's loop over boxes has its body twice and nothing behind it: the last of
-    # q_b's three boxes leaves it in the middle.  A unit of an attention that is merged takes 4 steps.
-    wanted = ((4 * (8 + 4 * 2), 2), (8 * (8 + 2 * 2), 2), (4 * (8 + 2 * 2) + 4, 3))
+    # q_b's three boxes leaves it in the middle.  A unit of an attention that is merged takes 4 steps, and a tile of the
+    # heads' matrices is one box.
+    wanted = ((4 * (8 + 4 * 2), 2), (8 * (8 + 2 * 2), 2), (4 * (8 + 4 * 2 + 1) + 4, 4))
     results = json.loads(done.stdout.splitlines()[-1])
     for result, (products, waits) in zip(results, wanted, strict=True):
         assert (result["target"], result["products"]) == ("sm_90a", products)
-        # The warp that fetches x and those that finish tiles wait for the kernel before, and those that merge; the one that
-        # fetches weights does not.
+        # The warp that fetches x and those that finish tiles wait for the kernel before, those that merge and the one that
+        # adds up; the one that fetches weights does not.
         assert result["waits"] == waits
         assert not result["arrays_in_memory"]
         # What other CTAs write during the launch must not be read through the cache for constants.
@@ -218,17 +228,18 @@ def test_compiles_to_mma_without_a_gpu(tmp_path):
 
 
 @needs_cute
-@pytest.mark.parametrize("form", ["both", "behind", "front"])
+@pytest.mark.parametrize("form", ["both", "behind", "front", "both over latents", "front over latents"])
 def test_the_launch_gets_each_tensor_under_its_name(form, monkeypatch):
     """Up to the kernel's arguments, as on a GPU."""
     from dspark_kernels.cute import between_attentions as kernel
 
     given = {}
 
-    def arguments(facts, merge, weights, rows, work, num_rows, eps):
+    def arguments(facts, merge, weights, rows, into, work, num_rows, eps):
         weights = dict(zip(kernel.Weights._fields, weights, strict=True))
         rows = dict(zip(kernel.Rows._fields, rows, strict=True))
-        given.update(facts=facts, weights=weights, rows=rows, work=work, num_rows=num_rows, eps=eps)
+        into = dict(zip(kernel.Into._fields, into, strict=True))
+        given.update(facts=facts, weights=weights, rows=rows, into=into, work=work, num_rows=num_rows, eps=eps)
         return ()
 
     cpu = torch.device("cpu")
@@ -239,9 +250,12 @@ def test_the_launch_gets_each_tensor_under_its_name(form, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(kernel, "_arguments", arguments)
     monkeypatch.setattr(kernel, "compile_between_attentions", lambda *_: lambda *_: None)
-    (after, before), (values, residual) = layers(SMALL, "cpu", torch.bfloat16), inputs(SMALL, 9, "cpu", torch.bfloat16)
-    workspace, following = BetweenWorkspace(SMALL, cpu), None if form == "behind" else before
-    weights, rows, eps = {}, {"residual": residual}, [0.0, 0.0, 0.0]
+    absorbs, form = "over latents" in form, form.split()[0]
+    sizes = ABSORBING["small"] if absorbs else SMALL
+    (after, before), (values, residual) = layers(sizes, "cpu", torch.bfloat16), inputs(sizes, 9, "cpu", torch.bfloat16)
+    before = into_attention(sizes, before, 9) if absorbs else before
+    workspace, following = BetweenWorkspace(sizes, cpu), None if form == "behind" else before
+    weights, rows, eps = {}, {"residual": residual}, [0.0, 0.0, 0.0, 0.0]
     if form == "front":
         made = before_attention(residual, before, backend="cute", workspace=workspace)
     else:
@@ -257,13 +271,25 @@ def test_the_launch_gets_each_tensor_under_its_name(form, monkeypatch):
             "q_b": before.q_b,
         }
         rows |= {"qkv_a": made.qkv_a, "queries": made.queries}
-        eps[1:] = EPS["attention"], EPS["queries"]
+        eps[1:3] = EPS["attention"], EPS["queries"]
+    if absorbs:
+        latents, absorption = before.latents, before.absorption
+        weights |= {"latent_norm": latents.norm.weight}
+        rows |= {"absorbed": made.absorbed}
+        eps[3] = EPS["latents"]
+        assert given["into"] == {
+            "keys": absorption.keys.data_ptr(), "keys_stride": 256 * 128, "cos_sin": absorption.cos_sin.data_ptr(),
+            "pool": latents.layer_view.data_ptr(), "page_stride": 2 * 32 * 192, "row_stride": 192,
+            "pages": latents.where.pages.data_ptr(), "offsets": latents.where.offsets.data_ptr(),
+            "owned": latents.where.owned.data_ptr(),
+        }  # fmt: skip
     for wanted, found in ((weights, given["weights"]), (rows, given["rows"])):
         assert {name: found[name] for name in wanted} == {name: tensor.data_ptr() for name, tensor in wanted.items()}
-    kind = (form != "front", following is not None)
+    kind = (form != "front", following is not None, absorbs)
     assert given["work"] == [t.data_ptr() for t in (workspace.words, workspace.squares, workspace.counters[kind])]
     facts, scratch = given["facts"], [given["rows"][name] for name in ("scaled_h", "scaled_hidden", "scaled_q_a")]
-    assert (facts.lanes, facts.behind, facts.following, facts.early) == (16, *kind, form != "front")
+    assert (facts.lanes, facts.behind, facts.following, facts.early) == (16, *kind[:2], form != "front")
+    assert (facts.heads, facts.stored) == ((1, True) if absorbs else (0, False))
     assert (given["num_rows"], list(given["eps"])) == (9, eps)
     used = [where for where in scratch if where != residual.data_ptr()]
     assert len(set(used)) == len(used) == {"both": 3, "behind": 1, "front": 2}[form]
@@ -311,10 +337,8 @@ def test_launches_of_all_forms_share_a_workspace_and_repeat_their_bits():
                 noise.mul_(1.0)
         index = (7 * turn + turn // 3) % len(cases)
         again = cute(*cases[index], workspace)
-        for field in dataclasses.fields(BetweenOutput):
-            wanted = getattr(first[index], field.name)
-            if wanted is not None:
-                differing += (getattr(again, field.name) != wanted).sum()
+        for name, wanted in results(first[index]).items():
+            differing += (getattr(again, name) != wanted).sum()
     assert int(differing) == 0
 
 
@@ -379,8 +403,8 @@ def test_an_early_launch_waits_for_its_rows(sizes):
     for _ in range(20):
         made.queries.fill_(float("nan"))
         graph.replay()
-        for field in dataclasses.fields(BetweenOutput):
-            assert_bitwise_equal(getattr(made, field.name), getattr(wanted, field.name), field.name)
+        for name, result in results(made).items():
+            assert_bitwise_equal(result, getattr(wanted, name), name)
 
 
 @pytest.mark.gpu
@@ -389,9 +413,9 @@ def test_counters_wrap_around():
     workspace, given = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
     wanted = cute(given, after, before, workspace)
     launches = 2**31 - 2
-    counts = workspace.counters[True, True].tolist()  # each finished tile once, and each CTA
+    counts = workspace.counters[True, True, False].tolist()  # each finished tile once, and each CTA
     assert counts[-1] == 1 and sum(count > 0 for count in counts) == 7
-    workspace.counters[True, True].copy_(torch.tensor([(launches * count + 2**31) % 2**32 - 2**31 for count in counts]))
+    workspace.counters[True, True, False].copy_(torch.tensor([(launches * count + 2**31) % 2**32 - 2**31 for count in counts]))
     for _ in range(5):
         made = cute(given, after, before, workspace)
         assert_bitwise_equal(made.queries, wanted.queries)

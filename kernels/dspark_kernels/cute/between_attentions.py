@@ -10,7 +10,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from dspark_kernels.cute.between_attentions_device import THREADS, between_attentions_kernel
 from dspark_kernels.cute.between_attentions_fetch import Maps
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, Eps, Facts, Rows, Weights, Workspace
+from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, NOPE, Eps, Facts, Into, Rows, Weights, Workspace
 from dspark_kernels.cute.block_attention import AttentionCall, stand_in_merge_arguments, tma_boxes
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 from dspark_kernels.cute.block_attention_product import Matrices
@@ -29,13 +29,31 @@ def _map(pointer, count, depth: cutlass.Constexpr, rows: cutlass.Constexpr, colu
 
 
 @cute.jit
+def _map_by_head(
+    pointer, count, row_stride, blocks: cutlass.Constexpr, heads: cutlass.Constexpr, head_stride,
+    rows: cutlass.Constexpr, columns: cutlass.Constexpr,
+):  # fmt: skip
+    """The map of [count, blocks * 64, heads] values, for boxes of rows x columns of a head."""
+    shape, stride = (count, (SWIZZLE, blocks), heads), (row_stride, (1, SWIZZLE), head_stride)
+    return Maps(*tma_boxes(cute.make_tensor(pointer, cute.make_layout(shape, stride=stride)), rows, columns))
+
+
+@cute.jit
 def _matrix_map(matrices: Matrices, facts: cutlass.Constexpr):
-    """The map of the heads' matrices, [value_width, latent, heads] values, for boxes of all columns and 64 latents."""
+    """Of the heads' value matrices, for boxes of all columns and 64 latents."""
     a = facts.attention
     column_stride, head_stride = (cute.assume(s, divby=CHUNK) for s in (matrices.column_stride, matrices.head_stride))
-    shape, stride = (a.value_width, (SWIZZLE, a.slices), a.heads), (column_stride, (1, SWIZZLE), head_stride)
-    tensor = cute.make_tensor(matrices.values, cute.make_layout(shape, stride=stride))
-    return Maps(*tma_boxes(tensor, a.value_width, SWIZZLE))
+    return _map_by_head(matrices.values, a.value_width, column_stride, a.slices, a.heads, head_stride, a.value_width, SWIZZLE)
+
+
+@cute.jit
+def _absorption_maps(into: Into, queries, num_rows, facts: cutlass.Constexpr):
+    """Of the heads' key matrices, for boxes of 64 latents, and of the part of the queries that meets them, for that of a
+    head."""
+    f, width = facts, facts.queries // facts.heads
+    latent, head_stride = f.slices * SWIZZLE, cute.assume(into.keys_stride, divby=CHUNK)
+    keys = _map_by_head(into.keys, NOPE, latent, f.slices, f.heads, head_stride, NOPE, SWIZZLE)
+    return keys, _map_by_head(queries, num_rows, f.queries, NOPE // SWIZZLE, f.heads, width, f.lanes, NOPE)
 
 
 @cute.jit
@@ -45,11 +63,13 @@ def _launch(
     matrices: Matrices,
     weights: Weights,
     rows: Rows,
+    into: Into,
     work: Workspace,
     num_rows: cutlass.Int32,
     eps_mlp: cutlass.Float32,
     eps_attention: cutlass.Float32,
     eps_q_a: cutlass.Float32,
+    eps_latent: cutlass.Float32,
     stream: cuda.CUstream,
     facts: cutlass.Constexpr,
 ):
@@ -63,31 +83,46 @@ def _launch(
     }  # fmt: skip
     weight_maps, x_maps = [], []
     for product in facts.products:
-        sides = sources[product.name]
-        count, height = product.tiles * product.rows // len(sides), product.rows // len(sides)
-        weight_maps.append([_map(side, count, product.depth, height, product.columns) for side in sides])
-        x_maps.append(_map(x_of[product.name], num_rows, product.depth, f.lanes, product.x_columns))
+        if cutlass.const_expr(product.by_head):
+            keys, queries = _absorption_maps(into, rows.queries, num_rows, facts)
+            weight_maps.append([keys])
+            x_maps.append(queries)
+        else:
+            sides = sources[product.name]
+            count, height = product.tiles * product.rows // len(sides), product.rows // len(sides)
+            weight_maps.append([_map(side, count, product.depth, height, product.columns) for side in sides])
+            x_maps.append(_map(x_of[product.name], num_rows, product.depth, f.lanes, product.x_columns))
     matrix = [_matrix_map(matrices, facts)] if facts.attention is not None else []
     between_attentions_kernel(
-        weight_maps, x_maps, matrix, requests, parts, weights, rows, work, num_rows, Eps(eps_mlp, eps_attention, eps_q_a), facts
+        weight_maps, x_maps, matrix, requests, parts, weights, rows, into, work, num_rows,
+        Eps(eps_mlp, eps_attention, eps_q_a, eps_latent), facts,
     ).launch(
-        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early, use_pdl=facts.early,
-        min_blocks_per_mp=1,
+        grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early,
+        use_pdl=facts.early and facts.behind, min_blocks_per_mp=1,
     )  # fmt: skip
 
 
-def _arguments(facts: Facts, merge: tuple, weights, rows, work, num_rows: int, eps) -> tuple:
-    """In `_launch`'s order, up to the stream.  merge: requests, parts and matrices; weights, rows, work: addresses."""
+def _arguments(facts: Facts, merge: tuple, weights, rows, into, work, num_rows: int, eps) -> tuple:
+    """In `_launch`'s order, up to the stream.  merge: requests, parts and matrices; weights, rows, work: addresses; into: those
+    of `Into`, and its strides."""
     element = ELEMENTS[facts.dtype]
 
     def pointers(kind, addresses):
         return [make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=16) for address in addresses]
 
     words, squares, counters = work
+    kinds = (element, None, cutlass.Float32, element, None, None, cutlass.Int64, cutlass.Int64, cutlass.Uint8)
+    aligned = (16, 0, 16, 16, 0, 0, 8, 8, 1)
     return (
         *merge,
         Weights(*pointers(element, weights)),
         Rows(*pointers(element, rows)),
+        Into(
+            *(
+                cutlass.Int64(given) if kind is None else make_ptr(kind, given, cute.AddressSpace.gmem, assumed_align=align)
+                for kind, given, align in zip(kinds, into, aligned, strict=True)
+            )
+        ),
         Workspace(
             *pointers(cutlass.Int64, (words,)), *pointers(cutlass.Float32, (squares,)), *pointers(cutlass.Int32, (counters,))
         ),
@@ -99,7 +134,8 @@ def _arguments(facts: Facts, merge: tuple, weights, rows, work, num_rows: int, e
 def _entry(facts: Facts) -> tuple:
     """`_launch` and stand-ins of its arguments."""
     merge, addresses = stand_in_merge_arguments(), ((16,) * len(kind._fields) for kind in (Weights, Rows, Workspace))
-    arguments = _arguments(facts, merge, *addresses, 1, (0.0,) * 3)
+    weights, rows, work = addresses
+    arguments = _arguments(facts, merge, weights, rows, (16,) * len(Into._fields), work, 1, (0.0,) * len(Eps._fields))
     return _launch, (*arguments, make_fake_stream(), facts)
 
 
@@ -115,12 +151,13 @@ def launch(
     rows: Mapping[str, torch.Tensor],
     work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     eps: Sequence[float],
+    into: Sequence[int] | None = None,
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
     attention: what makes the first product's x, where `Facts.attention` is its facts; weights, rows: by the names of `Weights`
     and `Rows`, those that the build's products have; work: words, squares, counters; eps: of the norms of the MLP, of the next
-    layer's and of its queries.
+    layer's, of its queries and of its latents; into: addresses and strides in `Into`'s order, if the build has `Facts.heads`.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.
@@ -141,5 +178,6 @@ def launch(
     with torch.cuda.device(device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         merge = stand_in_merge_arguments() if attention is None else attention.merge_arguments
-        arguments = _arguments(facts, merge, *addresses, [tensor.data_ptr() for tensor in work], residual.shape[0], eps)
+        given = (16,) * len(Into._fields) if into is None else into
+        arguments = _arguments(facts, merge, *addresses, given, [tensor.data_ptr() for tensor in work], residual.shape[0], eps)
         compile_between_attentions(facts, architecture)(*arguments, stream)

@@ -15,7 +15,7 @@ from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fe
 from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, prepare_rows, publish
 from dspark_kernels.cute.between_attentions_meet import Shared, allocate, pass_on, set_up, this_launch
 from dspark_kernels.cute.between_attentions_multiply import hold, multiply_tile
-from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Rows, Weights, Workspace, first_tile, tiles_of
+from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Into, Rows, Weights, Workspace, first_tile, tiles_of
 from dspark_kernels.cute.between_attentions_values import add_units, multiply_units
 from dspark_kernels.cute.block_attention_schedule import Requests
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
@@ -26,30 +26,36 @@ MULTIPLY_REGISTERS, FETCH_REGISTERS = 216, 72  # together those of the launch, 1
 
 @cute.jit
 def _make_tiles(
-    shared: Shared, requests: Requests, parts: Parts, weights: Weights, rows: Rows, work: Workspace, num_rows,
+    shared: Shared, requests: Requests, parts: Parts, weights: Weights, rows: Rows, into: Into, work: Workspace, num_rows,
     facts: cutlass.Constexpr,
 ):  # fmt: skip
     """Eight warps: this CTA's tiles of all products."""
     cta, _, _ = cute.arch.block_idx()
-    launch = this_launch(work, facts)
-    done, x_done = cutlass.Int32(0), cutlass.Int32(0)
+    done, x_done, launch = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
     if cutlass.const_expr(facts.attention is not None):
-        done = multiply_units(shared, requests, parts, work, launch, facts)
+        done = multiply_units(shared, requests, parts, work, facts)
         # Room for more boxes now would have the other CTAs' sums wait behind them: 244 us a block decode with 2K, 241 so.
         cute.arch.mbarrier_wait(shared.added, 0)
-    elif cutlass.const_expr(not facts.behind):
-        cute.arch.griddepcontrol_wait()
-        prepare_rows(weights, rows, work, num_rows, facts)
-        pass_on(shared.multiplied)
+        launch = shared.launch[0]
+    else:
+        launch = this_launch(work, facts)
+        if cutlass.const_expr(not facts.behind):
+            cute.arch.griddepcontrol_wait()
+            prepare_rows(weights, rows, work, num_rows, facts)
+            pass_on(shared.multiplied)
     held = hold(shared, done, facts)
     cute.arch.griddepcontrol_wait()
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
+        if cutlass.const_expr(facts.early and index == len(facts.products) - 1):
+            # The next attention's CTAs, where CTAs of this launch have ended.  When this launch began, it is no help: a block
+            # decode with 2K took 232 us so, 224 as it is, 233 behind the last product.
+            cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(index > 0):  # noqa: SIM102 (decided when it is built, the next on the device)
             if first_tile(cta, index, facts) < product.tiles:
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
-            loaded = load_ahead(weights, rows, tile, num_rows, index, facts)
+            loaded = load_ahead(weights, rows, into, tile, num_rows, index, facts)
             multiply_tile(shared, held if index == 0 else None, done, x_done, product, facts)
             if cutlass.const_expr(product.normed):
                 cute.arch.mbarrier_wait(shared.normed + index, 0)
@@ -68,6 +74,7 @@ def between_attentions_kernel(
     parts: Parts,
     weights: Weights,
     rows: Rows,
+    into: Into,
     work: Workspace,
     num_rows: cutlass.Int32,
     eps: Eps,
@@ -83,7 +90,7 @@ def between_attentions_kernel(
     cute.arch.sync_threads()
     if warp < WARPS:
         cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
-        _make_tiles(shared, requests, parts, weights, rows, work, num_rows, facts)
+        _make_tiles(shared, requests, parts, weights, rows, into, work, num_rows, facts)
     else:
         cute.arch.setmaxregister_decrease(FETCH_REGISTERS)
         if warp == WARPS:
@@ -91,6 +98,6 @@ def between_attentions_kernel(
         if warp == WARPS + 1:
             fetch_x(x_maps, shared, work, facts)
         if warp == WARPS + 2:
-            make_rms(shared, work, {"gate_up": eps.mlp, "qkv_a": eps.attention, "q_b": eps.q_a}, facts)
+            make_rms(shared, weights, rows, into, work, num_rows, eps, facts)
         if warp == WARPS + 3:
             add_units(shared, requests.batch, rows, work, facts)

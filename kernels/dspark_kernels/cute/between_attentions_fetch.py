@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from dspark_kernels.cute.between_attentions_latents import store_latents
 from dspark_kernels.cute.between_attentions_meet import (
     Shared,
     acquire,
@@ -21,18 +22,22 @@ from dspark_kernels.cute.between_attentions_schedule import (
     BOX,
     ELEMENTS,
     LINE,
+    NOPE,
     X_STAGES,
+    Eps,
+    Into,
+    Rows,
+    Weights,
     Workspace,
     first_tile,
 )
 from dspark_kernels.cute.between_attentions_values import num_units, unit_of
-from dspark_kernels.cute.block_attention_fetch import EVICT_NORMAL, SWIZZLE
+from dspark_kernels.cute.block_attention_fetch import EVICT_FIRST, EVICT_NORMAL, SWIZZLE
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: a block decode with 2K took 274 us with 2, 276 with 3, 283 with 4, 342 with 1.
 AHEAD = 2
 AHEAD_GATED = 3  # of gate and up, the longest stretch in which CTAs have nothing to tell: 254 us a block decode, 258 with 2
-EVICT_FIRST = 0x12F0000000000000  # cache policy of weights, which are read once
 SQUARES_IN_FLIGHT = 28  # of a lane: K3's 112 tiles of a row, by four groups, at once
 GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
 
@@ -80,9 +85,13 @@ def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutla
     landed, rows = shared.landed + stage, product.rows // len(maps)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * BOX)
-    for side in cutlass.range_constexpr(len(maps)):
-        at = stage * BOX + side * (BOX // len(maps))
-        _copy(maps[side], shared.weights, at, (tile, box), rows, product.columns, landed, EVICT_FIRST, facts)
+    if cutlass.const_expr(product.by_head):
+        where = (0, tile % facts.slices, tile // facts.slices)
+        _copy(maps[0], shared.weights, stage * BOX, where, NOPE, SWIZZLE, landed, EVICT_FIRST, facts)
+    else:
+        for side in cutlass.range_constexpr(len(maps)):
+            at = stage * BOX + side * (BOX // len(maps))
+            _copy(maps[side], shared.weights, at, (tile, box), rows, product.columns, landed, EVICT_FIRST, facts)
 
 
 @cute.jit
@@ -116,15 +125,15 @@ def fetch_weights(
 
 
 @cute.jit
-def _fetch_columns(maps: Maps, shared: Shared, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+def _fetch_columns(maps: Maps, shared: Shared, tile, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """All columns of x for one tile; done: stages of x before it."""
     for i in cutlass.range(product.x_fetches, unroll=1):
         stage = acquire(shared.x_empty, done + i, X_STAGES)
         met = shared.met + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(met, 2 * facts.lanes * product.x_columns)
-        at = stage * facts.x_values
-        _copy(maps, shared.x, at, (0, i), facts.lanes, product.x_columns, met, EVICT_NORMAL, facts)
+        where = (0, 0, tile // facts.slices) if product.by_head else (0, i)
+        _copy(maps, shared.x, stage * facts.x_values, where, facts.lanes, product.x_columns, met, EVICT_NORMAL, facts)
 
 
 @cute.jit
@@ -142,8 +151,8 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
             elif cutlass.const_expr(facts.attention is not None or not facts.behind):
                 wait_for(work.counters + facts.made_at, launch * facts.ctas, shared.ready)
             cute.arch.fence_proxy("async.global")
-        for _ in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
-            _fetch_columns(maps[index], shared, done, product, facts)
+        for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
+            _fetch_columns(maps[index], shared, tile, done, product, facts)
             done += product.x_fetches
 
 
@@ -165,9 +174,12 @@ def _sum_squares(squares, group, tiles: cutlass.Constexpr, lanes: cutlass.Conste
 
 
 @cute.jit
-def make_rms(shared: Shared, work: Workspace, eps: dict, facts: cutlass.Constexpr):
+def make_rms(
+    shared: Shared, weights: Weights, rows: Rows, into: Into, work: Workspace, num_rows, eps: Eps, facts: cutlass.Constexpr
+):  # fmt: skip
     """One warp: 1 / rms of the rows of each product that is normed, from the squares that the tiles of the product before left,
-    or the blocks of given rows.  eps: of each of these products, by name."""
+    or the blocks of given rows; and the latents, once they are made."""
+    eps_of = {"gate_up": eps.mlp, "qkv_a": eps.attention, "q_b": eps.q_a}
     cta, _, _ = cute.arch.block_idx()
     lane, lanes = cute.arch.lane_idx(), facts.lanes
     for index in cutlass.range_constexpr(len(facts.products)):
@@ -189,5 +201,7 @@ def make_rms(shared: Shared, work: Workspace, eps: dict, facts: cutlass.Constexp
                     other += cute.arch.shuffle_sync_bfly(other, 16)
                     total += other
                 if lane < lanes:
-                    shared.rms[lane] = cute.math.rsqrt(total * (1.0 / product.depth) + eps[product.name])
+                    shared.rms[lane] = cute.math.rsqrt(total * (1.0 / product.depth) + eps_of[product.name])
                 pass_on(shared.normed + index)
+                if cutlass.const_expr(product.name == "q_b" and facts.stored):
+                    store_latents(weights, rows, into, num_rows, eps.latent, index, facts)

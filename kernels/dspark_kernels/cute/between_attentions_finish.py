@@ -14,12 +14,16 @@ from dspark_kernels.cute.between_attentions_schedule import (
     BLOCK,
     ELEMENTS,
     LINE,
+    NOPE,
     WARPS,
+    Into,
     Rows,
     Weights,
     Workspace,
 )
+from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 from dspark_kernels.cute.block_attention_schedule import WARP, values_at
+from dspark_kernels.cute.latent_norm_rope import rotated
 
 THREADS = WARPS * WARP
 
@@ -33,7 +37,7 @@ class Pair(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """On its way while the products are made: two residual values, and two of the norm's weight."""
+    """On its way while the products are made: two residual values, and two of the norm's weight, or cosine and sine."""
 
     residual: cute.Tensor
     norm: cute.Tensor
@@ -75,7 +79,16 @@ def _pair_of(turn: cutlass.Constexpr, num_rows, product: cutlass.Constexpr, fact
 
 
 @cute.jit
-def load_ahead(weights: Weights, rows: Rows, tile, num_rows, index: cutlass.Constexpr, facts: cutlass.Constexpr):
+def _load_turn(into: Into, row, feature, facts: cutlass.Constexpr):
+    """Cosine and sine of a pair of a query's features; those of the first pair for one that is not turned."""
+    at = cutlass.max(feature % (NOPE + facts.rotary) - NOPE, 0) // 2
+    turn, cos_sin = cute.make_rmem_tensor(2, cutlass.Float32), into.cos_sin + (row * facts.rotary + at)
+    turn[0], turn[1] = cos_sin.load(), (cos_sin + facts.rotary // 2).load()
+    return turn
+
+
+@cute.jit
+def load_ahead(weights: Weights, rows: Rows, into: Into, tile, num_rows, index: cutlass.Constexpr, facts: cutlass.Constexpr):
     """Of each pair of the thread, what its end needs.  The last row stands for those that are not there."""
     product = facts.products[index]
     loaded = []
@@ -91,6 +104,8 @@ def load_ahead(weights: Weights, rows: Rows, tile, num_rows, index: cutlass.Cons
             norm = _load_pair(weights.input_norm + feature)
         if cutlass.const_expr(product.name == "qkv_a"):
             norm = _load_pair(weights.q_a_norm + cutlass.min(feature, facts.q_rank - 2))
+        if cutlass.const_expr(product.name == "q_b" and facts.heads > 0):
+            norm = _load_turn(into, row, feature, facts)
         loaded.append(Loaded(residual, norm))
     return loaded
 
@@ -104,6 +119,16 @@ def _add_squares(work: Workspace, left, right, pair: Pair, at, product: cutlass.
         total += cute.arch.shuffle_sync_bfly(total, 1 << step)
     if pair.feature == 0:
         put(work.squares + (at + pair.row), total)
+
+
+@cute.jit
+def _store_turned(rows: Rows, row, feature, left, right, turn, facts: cutlass.Constexpr):
+    """A pair of a query's features as one over latents has it, if it is of those that are turned."""
+    head, own = feature // (NOPE + facts.rotary), feature % (NOPE + facts.rotary) - NOPE
+    if own >= 0:
+        pair = rotated([left, right], turn, turn.iterator + 1, 1)
+        at = (row * facts.heads + head) * facts.latent + (facts.latent - facts.rotary)
+        _store_pair(rows.absorbed + (at + own), pair[0], pair[1])
 
 
 @cute.jit
@@ -135,6 +160,10 @@ def _finish_pair(
         right = opened_right / (1.0 + cute.math.exp(-opened_right)) * (up_right * scale)
         if pair.there:
             _store_pair(rows.gated + (pair.row * facts.intermediate + feature), left, right)
+    elif cutlass.const_expr(product.by_head):
+        if pair.there:
+            at = (pair.row * facts.heads + tile // facts.slices) * facts.latent + tile % facts.slices * SWIZZLE
+            _store_pair(rows.absorbed + (at + pair.feature), left, right)
     else:
         scale = shared.rms[pair.row]
         left, right = _round(left * scale, dtype), _round(right * scale, dtype)
@@ -142,6 +171,8 @@ def _finish_pair(
         out = rows.qkv_a if product.name == "qkv_a" else rows.queries
         if pair.there:
             _store_pair(out + (pair.row * width + feature), left, right)
+            if cutlass.const_expr(product.name == "q_b" and facts.heads > 0):
+                _store_turned(rows, pair.row, feature, left, right, loaded.norm, facts)
         if cutlass.const_expr(product.name == "qkv_a"):  # noqa: SIM102 (decided when it is built, the next on the device)
             if tile * product.features < facts.q_rank:
                 if pair.there:

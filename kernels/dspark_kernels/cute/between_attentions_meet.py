@@ -19,19 +19,21 @@ SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 f
 class Shared(NamedTuple):
     """weights [stage, BOX], x [X_STAGES, lanes * 512]; float32: sums [warp, lanes, SUM_ROW], rms [lanes]; mbarriers of each
     stage: for it to be there, and to be used; of each product: for the product before to be finished, and for 1 / rms of its
-    rows to be there; for the CTA's units to be multiplied, or its blocks of given rows to be prepared; and for its sums of
-    units to be stored."""
+    rows to be there; for the number of the launch to be known; for the CTA's units to be multiplied, or its blocks of given
+    rows to be prepared; and for its sums of units to be stored.  launch: int32 [1], that number."""
 
     weights: cute.Tensor
     x: cute.Tensor
     sums: cute.Tensor
     rms: cute.Tensor
+    launch: cute.Tensor
     landed: cute.Pointer
     empty: cute.Pointer
     met: cute.Pointer
     x_empty: cute.Pointer
     ready: cute.Pointer
     normed: cute.Pointer
+    known: cute.Pointer
     multiplied: cute.Pointer
     added: cute.Pointer
 
@@ -43,9 +45,10 @@ def allocate(facts: cutlass.Constexpr):
     x = allocator.allocate_tensor(dtype, cute.make_layout(X_STAGES * facts.x_values), 1024)
     sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(WARPS * facts.lanes * SUM_ROW), 16)
     rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
+    launch = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(1), 16)
     products = len(facts.products)
-    counts = (facts.stages, facts.stages, X_STAGES, X_STAGES, products, products, 1, 1)
-    return Shared(weights, x, sums, rms, *(allocator.allocate_array(cutlass.Int64, count) for count in counts))
+    counts = (facts.stages, facts.stages, X_STAGES, X_STAGES, products, products, 1, 1, 1)
+    return Shared(weights, x, sums, rms, launch, *(allocator.allocate_array(cutlass.Int64, count) for count in counts))
 
 
 @cute.jit
@@ -55,7 +58,7 @@ def set_up(shared: Shared, facts: cutlass.Constexpr):
     kinds = (
         (shared.landed, facts.stages, 1), (shared.empty, facts.stages, WARPS), (shared.met, X_STAGES, 1),
         (shared.x_empty, X_STAGES, WARPS), (shared.ready, products, 1), (shared.normed, products, 1),
-        (shared.multiplied, 1, WARPS), (shared.added, 1, 1),
+        (shared.known, 1, 1), (shared.multiplied, 1, WARPS), (shared.added, 1, 1),
     )  # fmt: skip
     for barriers, count, arrivals in kinds:
         for i in cutlass.range_constexpr(count):

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_meet import SUM_ROW, Shared, pass_on
 from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_STAGES
+from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 
 MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
 UNROLL = 2  # boxes: a block decode takes 270 us so, 274 with one
@@ -38,15 +39,17 @@ def _places_of(product: cutlass.Constexpr, facts: cutlass.Constexpr):
     else:
         at = block * product.rows * 64 + group * 16 * 64
     weights = at + (lane // 8 % 2 * 8 + lane % 8) * 64
+    if cutlass.const_expr(product.by_head):  # rows of a box are values of a query, and `ldmatrix` turns the blocks
+        weights = (block * 64 + lane // 16 * 8 + lane % 8) * SWIZZLE + ((2 * group + lane // 8 % 2) ^ (lane % 8)) * 8
     x = block * facts.lanes * 64 + lane % 8 * 64
     return Places(weights, x, lane % 8, lane // 16, lane // 8)
 
 
 @cute.jit
-def _load_matrices(pointer):
-    """Four blocks of 8 x 8 values: of each a lane has two of a row."""
+def _load_matrices(pointer, turned: cutlass.Constexpr = ""):
+    """Four blocks of 8 x 8 values: of each a lane has two of a row, or of a column if turned is ".trans"."""
     return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16" + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[cutlass.Int32] * 4,
         read_only_args=[pointer],
     )
@@ -64,11 +67,13 @@ def multiply(sums, weights, left, right, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _load_box(shared: Shared, at: Places, done, facts: cutlass.Constexpr):
-    """A warp's part of a box, once that is there, as four pieces of 16 columns; done: boxes before it."""
+def _load_box(shared: Shared, at: Places, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """A warp's part of a box, once that is there, as four pieces of 16 columns of the product; done: boxes before it."""
     stage = done % facts.stages
     cute.arch.mbarrier_wait(shared.landed + stage, done // facts.stages % 2)
     own = shared.weights.iterator + (stage * BOX + at.weights)
+    if cutlass.const_expr(product.by_head):
+        return [_load_matrices(own + piece * 16 * SWIZZLE, ".trans") for piece in range(4)]
     return [_load_matrices(own + ((piece * 2 + at.weights_chunk) ^ at.swizzle) * 8) for piece in range(4)]
 
 
@@ -109,7 +114,7 @@ def hold(shared: Shared, done, facts: cutlass.Constexpr):
     if cta < facts.products[0].tiles:
         at = _places_of(facts.products[0], facts)
         for box in cutlass.range_constexpr(facts.held):
-            pieces = _load_box(shared, at, done + box, facts)
+            pieces = _load_box(shared, at, done + box, facts.products[0], facts)
             for i in cutlass.range_constexpr(16):
                 held[box * 16 + i] = pieces[i // 4][i % 4]
             pass_on(shared.empty + (done + box) % facts.stages)
@@ -129,7 +134,7 @@ def multiply_tile(shared: Shared, held, done, x_done, product: cutlass.Constexpr
         _multiply_box(sums, own, shared, at, x_done, box, product, facts)
         _give_back(shared, None, x_done, box, product, facts)
     for box in cutlass.range(first, product.boxes, unroll=UNROLL):
-        _multiply_box(sums, _load_box(shared, at, done + box, facts), shared, at, x_done, box, product, facts)
+        _multiply_box(sums, _load_box(shared, at, done + box, product, facts), shared, at, x_done, box, product, facts)
         _give_back(shared, done + box, x_done, box, product, facts)
     _store_sums(shared, sums, facts)
 

@@ -1,7 +1,8 @@
 """What the CTAs of `between_attentions` agree on: the products, their tiles, and who makes which.
 
 A weight [N, K] is cut into tiles of 16, 32 or 64 rows over its whole depth, and a tile into boxes of 16 KB.  A CTA makes its
-tiles from their first box to what is stored, so what CTAs tell one another are finished rows only.
+tiles from their first box to what is stored, so what CTAs tell one another are finished rows only.  Of the heads' key matrices,
+[K, C] each, a tile is 64 columns, and one box.
 
 The tiles of the products belong to CTAs in turn, all products behind one another.
 """
@@ -14,6 +15,7 @@ import cutlass.cute as cute
 import torch
 
 from dspark_kernels.cute.block_attention_facts import Facts as AttentionFacts
+from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16}
 BOX = 8192  # values of a box
@@ -25,6 +27,7 @@ SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
 X_STAGES = 4  # a block decode with 2K took 274 us so, 278 with 3, 277 with 6
 HELD = 8  # boxes of a tile that wait in registers: a block decode with 2K takes 251 us so, 255 without
 SMALL_BYTES = 16 << 10  # of shared memory that is neither boxes nor x
+NOPE = BOX // SWIZZLE  # values of a head's query that meet its key matrix: their matrix for 64 latents is a box
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class Product:
     """One weight, or two where it is gated: then a tile holds as many rows of each.
 
     rows: of a tile, of both weights together; depth: columns of the weight; x_columns: fetched at once.
-    normed: x is RMSNormed, which the product before has prepared.
+    normed: x is RMSNormed, which the product before has prepared.  by_head: the weight is the heads' key matrices, and a tile's
+    x the columns of its head.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Product:
     depth: int
     normed: bool = False
     gated: bool = False
+    by_head: bool = False
 
     @property
     def columns(self) -> int:
@@ -93,8 +98,10 @@ class Facts:
 
     lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
     next layer's latents and queries are made; ctas: all of them resident; early: the launch begins beside the kernel before
-    it; attention: of that kernel, whose parts are merged first; None: the first product's x is given; behind: whether the
-    products behind an attention are made, else only those in front of the next layer's, of the rows in `Rows.residual`.
+    it, if there is an attention before it, and the next attention may begin beside it; attention: of the kernel before it,
+    whose parts are merged first; None: the first product's x is given; behind: whether the products behind an attention are
+    made, else only those in front of the next layer's, of the rows in `Rows.residual`; heads: of queries, which become queries
+    over latents; 0: they stay as they are; stored: whether the latents go to the pool.
     """
 
     dtype: torch.dtype
@@ -110,6 +117,8 @@ class Facts:
     early: bool = False
     attention: AttentionFacts | None = None
     behind: bool = True
+    heads: int = 0
+    stored: bool = False
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -126,9 +135,21 @@ class Facts:
             product("qkv_a", self.q_rank + self.latent, self.hidden, normed=True),
             product("q_b", self.queries, self.q_rank, normed=True),
         )
+        if self.heads:
+            next_layers += (Product("absorb", self.heads * self.slices, SWIZZLE, NOPE, by_head=True),)
         if not self.behind:
             return next_layers
         return own + next_layers if self.following else own
+
+    @property
+    def rotary(self) -> int:
+        """Values of a head's query, and of a latent row, that are turned."""
+        return self.queries // self.heads - NOPE
+
+    @property
+    def slices(self) -> int:
+        """Tiles of a head's key matrix."""
+        return (self.latent - self.rotary) // SWIZZLE
 
     @property
     def held(self) -> int:
@@ -193,7 +214,7 @@ def tiles_of(cta, index: int, facts: Facts):
 
 
 class Weights(NamedTuple):
-    """[N, K], of norms [K], contiguous.  input_norm, qkv_a, q_a_norm and q_b are the next layer's."""
+    """[N, K], of norms [K], contiguous.  From input_norm on they are the next layer's."""
 
     o: cute.Pointer
     post_norm: cute.Pointer
@@ -204,11 +225,12 @@ class Weights(NamedTuple):
     qkv_a: cute.Pointer
     q_a_norm: cute.Pointer
     q_b: cute.Pointer
+    latent_norm: cute.Pointer
 
 
 class Rows(NamedTuple):
-    """Contiguous rows.  values, residual: inputs; h, gated, hidden, qkv_a, queries: results; the others: rows times the weight
-    of the norm that follows, which only this launch reads."""
+    """Contiguous rows.  values, residual: inputs; h, gated, hidden, qkv_a, queries, absorbed: results; the others: rows times
+    the weight of the norm that follows, which only this launch reads."""
 
     values: cute.Pointer  # [M, values]
     residual: cute.Pointer  # [M, hidden]
@@ -220,14 +242,32 @@ class Rows(NamedTuple):
     qkv_a: cute.Pointer  # [M, q_rank + latent]
     scaled_q_a: cute.Pointer  # [M, q_rank]
     queries: cute.Pointer  # [M, queries]
+    absorbed: cute.Pointer  # [M, heads, latent]
+
+
+class Into(NamedTuple):
+    """How queries and latents become what the next attention takes.  keys: [heads, NOPE, C], rows side by side; cos_sin:
+    float32 [M, r], r / 2 cosines, r / 2 sines; pool: [pages, page_size, latent]; pages, offsets: int64 [M], owned: uint8 [M];
+    strides in values."""
+
+    keys: cute.Pointer
+    keys_stride: cutlass.Int64
+    cos_sin: cute.Pointer
+    pool: cute.Pointer
+    page_stride: cutlass.Int64
+    row_stride: cutlass.Int64
+    pages: cute.Pointer
+    offsets: cute.Pointer
+    owned: cute.Pointer
 
 
 class Eps(NamedTuple):
-    """Of the norms in front of the MLP, of the next layer's attention and of its queries."""
+    """Of the norms in front of the MLP, of the next layer's attention, and of its queries and latents."""
 
     mlp: cutlass.Float32
     attention: cutlass.Float32
     q_a: cutlass.Float32
+    latent: cutlass.Float32
 
 
 class Workspace(NamedTuple):

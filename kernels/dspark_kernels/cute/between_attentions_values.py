@@ -94,9 +94,9 @@ def _merging(shared: Shared, facts: cutlass.Constexpr):
 
 
 def tag(launch, facts):
-    """What marks a launch's words, of all that lie in a workspace; launch: counts from 1 in each of the two forms, following
-    and not.  int32, so that tags return after 2**31 launches."""
-    return launch * 2 + facts.following
+    """What marks a launch's words, of all that lie in a workspace; launch: counts from 1 in each of the three forms: following
+    or not, and then with queries over latents or without.  int32, so that tags return after 2**30 launches."""
+    return launch * 4 + facts.following + 2 * (facts.heads > 0)
 
 
 @cute.jit
@@ -167,7 +167,7 @@ def _add_up(rows: Rows, work: Workspace, unit: Unit, own_tag, attention: cutlass
 
 @cute.jit
 def multiply_units(
-    shared: Shared, requests: Requests, parts: Parts, work: Workspace, launch, facts: cutlass.Constexpr
+    shared: Shared, requests: Requests, parts: Parts, work: Workspace, facts: cutlass.Constexpr
 ):  # fmt: skip
     """Eight warps: the products of this CTA's units, once the attention has ended; how many units."""
     cta, _, _ = cute.arch.block_idx()
@@ -176,7 +176,8 @@ def multiply_units(
     for number in cutlass.range(cta, units, facts.ctas, unroll=1):
         unit = unit_of(number, facts.attention)
         merge_rows(rounded, merging, requests, parts, unit.group, unit.slice, facts.attention)
-        _multiply_unit(shared, rounded, work, number, done, tag(launch, facts), facts)
+        cute.arch.mbarrier_wait(shared.known, 0)
+        _multiply_unit(shared, rounded, work, number, done, tag(shared.launch[0], facts), facts)
         meet()  # the next unit's rows have the same place
         done += 1
     cute.arch.fence_proxy("async.shared", space="cta")  # x comes by TMA to where rows were merged
@@ -185,12 +186,24 @@ def multiply_units(
 
 
 @cute.jit
+def tell_launch(shared: Shared, work: Workspace, facts: cutlass.Constexpr):
+    """One warp: the number of the launch, for it and the other warps.  The attention before may begin, and a CTA of it end,
+    beside the launch before that, so the number is known when all of it has ended."""
+    cute.arch.griddepcontrol_wait()
+    launch = this_launch(work, facts)
+    if cute.arch.lane_idx() == 0:
+        shared.launch[0] = launch
+    pass_on(shared.known)
+    return launch
+
+
+@cute.jit
 def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass.Constexpr):
     """One warp: the sums of this CTA's units, or none; then it tells the other CTAs, which count on it without units too.
     Given rows have to be prepared first."""
     cta, _, _ = cute.arch.block_idx()
     if cutlass.const_expr(facts.attention is not None):
-        launch = this_launch(work, facts)
+        launch = tell_launch(shared, work, facts)
         # The other CTAs are about as far: from here on it pays to look for their products.
         cute.arch.mbarrier_wait(shared.multiplied, 0)
         for number in cutlass.range(cta, num_units(batch, facts.attention), facts.ctas, unroll=1):

@@ -76,7 +76,7 @@ def _launch(
     query_atom, query_tensor = tma_boxes(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
     block_attention_kernel(
         tma_atom, tma_tensor, query_atom, query_tensor, queries, requests, work, scale, facts
-    ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)  # fmt: skip
+    ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=facts.early)  # fmt: skip
     threads = (facts.warps * WARP, 1, 1)
     if cutlass.const_expr(facts.merged and facts.value_width):
         merge_values_kernel(requests, work, matrices, out, facts).launch(
@@ -277,14 +277,15 @@ def block_attention(
 
 def unmerged_attention(
     queries: torch.Tensor, latents: torch.Tensor, page_table: torch.Tensor, context_lens: torch.Tensor, seq_lens: torch.Tensor,
-    **options,
+    *, early: bool, **options,
 ) -> AttentionCall:  # fmt: skip
-    """The first of `block_attention`'s launches, with value_weights, for `between_attentions` to merge; B, N and heads >= 1.
+    """The first of `block_attention`'s launches, with value_weights, for `between_attentions` to merge; B, N and heads >= 1;
+    early: see `Facts`.
 
     Raises:
         ValueError: as `block_attention`.
     """
-    form = {"merged": False, "merging_warps": MERGING_WARPS, "group_rows": UNIT_ROWS}
+    form = {"merged": False, "merging_warps": MERGING_WARPS, "group_rows": UNIT_ROWS, "early": early}
     call = _call(queries, latents, page_table, context_lens, seq_lens, **options, **form)
     _launch_now(call)
     return call

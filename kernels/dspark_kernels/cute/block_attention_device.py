@@ -24,6 +24,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     Pair,
     next_pair,
     values_at,
+    vector_place,
 )
 
 LEAST_PEAK = 1e-30  # its reciprocal is finite
@@ -207,11 +208,12 @@ def store_part(out, rows, s_sums, work, part, thread, facts: cutlass.Constexpr):
         if column == 0:
             at = ((part * 2 + group) * TILE + row + 8 * i) * 2
             cute.autovec_copy(statistic, values_at(work.statistics, at, cutlass.Float32, 2, cute.AddressSpace.gmem))
+    first = (part * facts.vectors * CONSUMERS + vector_place(0, thread, facts)) * CHUNK
     for v in cutlass.range_constexpr(facts.vectors):
         vector = cute.make_rmem_tensor(CHUNK, PART)
         for k in cutlass.range_constexpr(CHUNK):
             vector[k] = (out[v * CHUNK + k] * inverses[k // 2 % 2]).to(PART)
-        at = ((part * facts.vectors + v) * CONSUMERS + thread) * CHUNK
+        at = first + vector_place(v, 0, facts) * CHUNK
         cute.autovec_copy(vector, values_at(work.parts, at, PART, CHUNK, cute.AddressSpace.gmem))
 
 

@@ -23,6 +23,7 @@ class Facts:
     two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
     merging_warps: of a CTA that merges; None: one for each of `merge_warps`, whose sums they make.
     merged: the launch merges; else another one does.
+    early: the launch may begin beside the kernel before it, which makes the queries and the latents of the block alone.
     """
 
     dtype: torch.dtype
@@ -41,6 +42,7 @@ class Facts:
     two_tiles: bool | None = None
     merging_warps: int | None = None
     merged: bool = True
+    early: bool = False
 
     def __post_init__(self) -> None:
         if self.two_tiles and self.width == self.latent:

@@ -9,7 +9,17 @@ from cutlass.cute.nvgpu import cpasync
 
 from dspark_kernels.cute import block_attention_fetch, block_attention_seesaw_fetch
 from dspark_kernels.cute.block_attention_device import consume
-from dspark_kernels.cute.block_attention_schedule import CONSUMERS, WARP, Queries, Requests, Workspace, scan, share, total_tiles
+from dspark_kernels.cute.block_attention_schedule import (
+    CONSUMERS,
+    WARP,
+    Queries,
+    Requests,
+    Workspace,
+    first_slots,
+    scan,
+    share,
+    total_tiles,
+)
 from dspark_kernels.cute.block_attention_seesaw import GROUP, consume_in_turn
 
 FETCH_REGISTERS, CONSUME_REGISTERS = 40, 232
@@ -44,7 +54,9 @@ def block_attention_kernel(
     if thread == 0:
         memory_of(facts).set_up_barriers(shared)
     # The merge's CTAs take the multiprocessors that are left, or those that become free, and wait there for all parts.
-    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(not facts.early):
+        cute.arch.griddepcontrol_launch_dependents()
+    slots = first_slots(requests, facts)
     own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)
     total = total_tiles(requests, tiles_end, facts)
     tile, last = share(total, cta, facts), share(total, cta + 1, facts)
@@ -56,10 +68,12 @@ def block_attention_kernel(
             tile = last
         fetched = (tma_atom, tma_tensor, query_atom, query_tensor)
         block_attention_fetch.fetch(
-            *fetched, requests, shared, tile, last, own, tiles_end, memory_of(facts).fetch_tile, facts
+            *fetched, requests, shared, slots, tile, last, own, tiles_end, memory_of(facts).fetch_tile, facts
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUME_REGISTERS)
+        if cutlass.const_expr(facts.early and not facts.fetch_queries):
+            cute.arch.griddepcontrol_wait()
         here = (queries, requests, work, shared, tile, last, own, tiles_end, scale)
         if cutlass.const_expr(not facts.seesaw):
             consume(*here, facts)

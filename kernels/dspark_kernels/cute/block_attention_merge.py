@@ -21,6 +21,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     entry_of,
     parts_of,
     values_at,
+    vector_place,
 )
 
 MERGE_ROWS = 16  # of a CTA: those of one warp's vectors
@@ -198,7 +199,7 @@ def merge_kernel(
             own = own_of(thread)
             loaded = load_statistics(work, at, own, facts)
             vectors = [cute.make_rmem_tensor(CHUNK, PART) for _ in range(MERGE_BATCH)]
-            mine = (part * facts.vectors + at.v) * CONSUMERS + place % 8 * WARP + lane
+            mine = part * facts.vectors * CONSUMERS + vector_place(at.v, place % 8 * WARP + lane, facts)
             _load_batch(work, mine, warp, count, vectors, facts)
             weigh_parts(loaded, shared, count, own, facts)
             merged = cute.make_rmem_tensor(CHUNK, cutlass.Float32)

@@ -56,8 +56,8 @@ class Requests(NamedTuple):
 class Workspace(NamedTuple):
     """What the attention leaves for the merge.  CTA c's part of (request, row tile) is c + request * row tiles + row tile.
 
-    parts: float16 in vectors of 16 bytes, [part, vectors, 256], in the order of the registers: vector v of thread t is
-    v * 256 + t, so a warp writes and reads 512 neighbouring bytes; a vector belongs to two rows, eight apart.
+    parts: float16 in vectors of 16 bytes, [part, vectors * 256], of a thread's registers, at `vector_place`; a vector belongs
+    to two rows, eight apart.
     statistics: float32 [part, warpgroup, 64 rows, 2]: base-2 logarithm of the row's sum of weights, and factor of the row's
     values.
     """
@@ -101,6 +101,17 @@ def scan(requests, first_request, base, facts: cutlass.Constexpr):
         if lane >= 1 << step:
             tiles_end += other
     return own, tiles_end + base
+
+
+@cute.jit
+def first_slots(requests, facts: cutlass.Constexpr):
+    """The table's row of the request of each lane's number: asked for with the lengths, so that pages wait for one load
+    less."""
+    lane, slot = cute.arch.lane_idx(), cutlass.Int32(0)
+    if cutlass.const_expr(facts.slotted):  # noqa: SIM102 (decided when it is built, the next on the device)
+        if lane < requests.batch:
+            slot = cutlass.Int32((requests.slots + lane).load())
+    return slot
 
 
 @cute.jit
@@ -182,6 +193,14 @@ def parts_of(request, row_tile, start, tiles, total, facts: cutlass.Constexpr):
     first = owner_of(total, start, facts)
     count = owner_of(total, start + tiles - 1, facts) - first + 1 if tiles > 0 else cutlass.Int32(0)
     return cutlass.Int64(first + request * facts.row_tiles + row_tile), count
+
+
+def vector_place(v, thread, facts):
+    """Of a thread's vector v in a part: neighbours are those of four threads, four vectors and two warps.  With 8 heads these
+    512 bytes are 64 latents of four block rows of a head, which `merge_rows` reads with one load of a warp."""
+    group, warp, quad, column = thread // (CONSUMERS // 2), thread // WARP % 4, thread % WARP // 4, thread % 4
+    own = group * (facts.vectors // 4) * 512 + warp // 2 * 256 + quad * 32 + warp % 2 * 16 + column
+    return own + (v // 4 * 512 + v % 4 * 4)
 
 
 @cute.jit

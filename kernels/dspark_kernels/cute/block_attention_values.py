@@ -36,6 +36,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     entry_of,
     parts_of,
     values_at,
+    vector_place,
 )
 
 
@@ -80,7 +81,7 @@ def _source(group: Group, entry, cta, slot, facts: cutlass.Constexpr):
     warpgroup_ctas = facts.slices // 2
     vector = cta % warpgroup_ctas * 4 + lane % 16 // 4
     thread = cta // warpgroup_ctas * (CONSUMERS // 2) + row // 16 * WARP + row % 8 * 4 + lane % 4
-    first = ((part * facts.vectors + vector) * CONSUMERS + thread) * CHUNK
+    first = (part * facts.vectors * CONSUMERS + vector_place(vector, thread, facts)) * CHUNK
     if cutlass.const_expr(not facts.paired):
         first += row % 16 // 8 * 2
     if slot >= facts.slots:

@@ -62,7 +62,7 @@ def _values(pointer, count: cutlass.Constexpr, aligned: cutlass.Constexpr):
 
 
 @cute.jit
-def _load(pointer, count: cutlass.Constexpr, aligned: cutlass.Constexpr):
+def load_wide(pointer, count: cutlass.Constexpr, aligned: cutlass.Constexpr):
     """count values from memory, as float32 in registers."""
     memory = _values(pointer, count, aligned)
     registers = cute.make_rmem_tensor(count, pointer.dtype)
@@ -73,7 +73,7 @@ def _load(pointer, count: cutlass.Constexpr, aligned: cutlass.Constexpr):
 
 
 @cute.jit
-def _store(pointer, wide, count: cutlass.Constexpr, aligned: cutlass.Constexpr):
+def store_rounded(pointer, wide, count: cutlass.Constexpr, aligned: cutlass.Constexpr):
     """The one rounding: count float32 values from registers to memory."""
     registers = cute.make_rmem_tensor(count, pointer.dtype)
     registers.store(wide.load().to(pointer.dtype))
@@ -95,7 +95,7 @@ def _sum_over_threads(value: cutlass.Float32, thread: cutlass.Int32, warps: cutl
 
 
 @cute.jit
-def _rotated(values, cos, sin, pairs: cutlass.Constexpr):
+def rotated(values, cos, sin, pairs: cutlass.Constexpr):
     """Adjacent pairs turned.  The fused multiply-adds are spelt out, so that no build chooses its own."""
     out = cute.make_rmem_tensor(2 * pairs, cutlass.Float32)
     for i in cutlass.range_constexpr(pairs):
@@ -144,10 +144,10 @@ def latent_norm_rope_kernel(
         at = threads - 1 - thread + i * threads
         if stored and at < turns:
             pairs, first = turned // 2, facts.latent + at * turned
-            values = _load(kv + first, turned, aligned)
-            cos = _load(cos_sin + at * pairs, pairs, aligned)
-            sin = _load(cos_sin + facts.rotary // 2 + at * pairs, pairs, aligned)
-            _store(out + first, _rotated(values, cos, sin, pairs), turned, aligned)
+            values = load_wide(kv + first, turned, aligned)
+            cos = load_wide(cos_sin + at * pairs, pairs, aligned)
+            sin = load_wide(cos_sin + facts.rotary // 2 + at * pairs, pairs, aligned)
+            store_rounded(out + first, rotated(values, cos, sin, pairs), turned, aligned)
 
     rounds = -(-chunks // threads)
     latent = [cute.make_rmem_tensor(chunk, cutlass.Float32) for _ in range(rounds)]
@@ -157,8 +157,8 @@ def latent_norm_rope_kernel(
         at = thread + i * threads
         latent[i].fill(0.0)
         if at < chunks:
-            latent[i].store(_load(kv + at * chunk, chunk, aligned).load())
-            scales[i].store(_load(weight + at * chunk, chunk, aligned).load())
+            latent[i].store(load_wide(kv + at * chunk, chunk, aligned).load())
+            scales[i].store(load_wide(weight + at * chunk, chunk, aligned).load())
         for j in cutlass.range_constexpr(chunk):
             squares = cute.math.fma(latent[i][j], latent[i][j], squares)
     total = _sum_over_threads(squares, thread, threads // WARP)
@@ -169,7 +169,7 @@ def latent_norm_rope_kernel(
         if stored and at < chunks:
             normed = cute.make_rmem_tensor(chunk, cutlass.Float32)
             normed.store(latent[i].load() * inverse * scales[i].load())
-            _store(out + at * chunk, normed, chunk, aligned)
+            store_rounded(out + at * chunk, normed, chunk, aligned)
 
 
 @cute.jit
