@@ -11,6 +11,7 @@ from dspark_model.ops import (
     BeforeAttention,
     BetweenOutput,
     BetweenSizes,
+    ContextInto,
     LatentsInto,
     NormedBy,
     RowAddresses,
@@ -24,12 +25,13 @@ UNEVEN = BetweenSizes(hidden=256, values=1152, intermediate=9216, q_rank=128, wi
 # With queries over latents: of K3; with fewer CTAs that store latents than rows; with latents of four warps; with CTAs that
 # have several tiles of the heads' matrices.
 ABSORBING = {
-    "k3": replace(K3, heads=8),
-    "small": replace(SMALL, width=320, queries=192, heads=1),
-    "wide": BetweenSizes(256, 256, 128, 256, 256 + 1024 + 128, 2 * 256, heads=2),
-    "many": BetweenSizes(256, 128, 128, 128, 128 + 512 + 64, 40 * 192, heads=40),
+    "k3": replace(K3, heads=8, layers=5),
+    "small": replace(SMALL, width=320, queries=192, heads=1, layers=1),
+    "wide": BetweenSizes(256, 256, 128, 256, 256 + 1024 + 128, 2 * 256, heads=2, layers=3),
+    "many": BetweenSizes(256, 128, 128, 128, 128 + 512 + 64, 40 * 192, heads=40, layers=2),
 }
-EPS = {"mlp": 0.5, "attention": 0.125, "queries": 2.0, "latents": 0.25}  # so far apart that no bound holds with another one's
+# So far apart that no bound holds with another one's.
+EPS = {"mlp": 0.5, "attention": 0.125, "queries": 2.0, "latents": 0.25, "context": 0.0625}
 
 
 def normal(rows: int, depth: int, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -81,15 +83,34 @@ def check_product(name: str, x, norm: NormedBy | None, weight, up, added, result
     assert float(distance.norm() / wanted.norm()) < 2 * unit + 2.0**-20, name
 
 
+def turns(rows: int, rotary: int, device) -> torch.Tensor:
+    angles = torch.rand(rows, rotary // 2) * 6
+    return torch.cat((angles.cos(), angles.sin()), -1).to(device)
+
+
+def places(rows: int, page_size: int, device) -> RowAddresses:
+    """One row of each page, and every fifth not owned."""
+    pages, offsets = torch.randperm(rows + 2)[:rows], torch.randint(page_size, (rows,))
+    return RowAddresses(pages.to(device), offsets.to(device), (torch.arange(rows) % 5 != 4).to(device))
+
+
 def into_attention(sizes: BetweenSizes, before: BeforeAttention, rows: int, *, page_size: int = 32) -> BeforeAttention:
-    """The same with queries over latents, and latents to a pool of NaN: one row of each page, and every fifth not owned."""
+    """The same with queries over latents, and latents to a pool of NaN."""
     device, dtype, rotary = before.q_b.device, before.q_b.dtype, sizes.rotary
     latent = sizes.width - sizes.q_rank
     matrices = normal(sizes.heads * 256, latent - rotary, device, dtype).view(sizes.heads, 256, -1)[:, :128]
-    turn = torch.rand(rows, rotary // 2) * 6
-    cos_sin = torch.cat((turn.cos(), turn.sin()), -1).to(device)
     norm = NormedBy((torch.rand(latent - rotary) + 0.5).to(device, dtype), EPS["latents"])
     pool = torch.full((rows + 2, 2, page_size, latent), float("nan"), dtype=dtype, device=device)[:, 1]
-    pages, offsets = torch.randperm(rows + 2)[:rows], torch.randint(page_size, (rows,))
-    where = RowAddresses(pages.to(device), offsets.to(device), (torch.arange(rows) % 5 != 4).to(device))
-    return replace(before, absorption=Absorption(matrices, cos_sin), latents=LatentsInto(norm, pool, where))
+    absorption = Absorption(matrices, turns(rows, rotary, device))
+    return replace(before, absorption=absorption, latents=LatentsInto(norm, pool, places(rows, page_size, device)))
+
+
+def context_of(sizes: BetweenSizes, rows: int, device: str, dtype: torch.dtype, *, page_size: int = 16) -> ContextInto:
+    """Context rows, and pools of NaN for them."""
+    latent, layers = sizes.width - sizes.q_rank, sizes.layers
+    norm = NormedBy((torch.rand(layers, latent - sizes.rotary) + 0.5).to(device, dtype), EPS["context"])
+    pool = torch.full((rows + 2, layers, page_size, latent), float("nan"), dtype=dtype, device=device)
+    return ContextInto(
+        torch.randn(rows, sizes.hidden).to(device, dtype), normal(layers * latent, sizes.hidden, device, dtype), norm,
+        turns(rows, sizes.rotary, device), pool.unbind(1), places(rows, page_size, device),
+    )  # fmt: skip

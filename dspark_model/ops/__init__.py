@@ -25,6 +25,7 @@ from dspark_model.ops.block_attention import (
 )
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
 from dspark_model.ops.confidence import confidence
+from dspark_model.ops.context_into import ContextInto, context_into_refusal, context_kv
 from dspark_model.ops.context_rows import ContextRows, context_rows
 from dspark_model.ops.context_store import context_store
 from dspark_model.ops.decode_block_table import decode_block_table, refresh_block_table
@@ -120,4 +121,7 @@ __all__ = [
     "absorption_refusal",
     "LatentsInto",
     "latents_into_refusal",
+    "ContextInto",
+    "context_into_refusal",
+    "context_kv",
 ]

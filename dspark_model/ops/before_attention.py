@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, build_facts, check_launch, check_workspace
+from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, Form, build_facts, check_launch, check_workspace
+from dspark_model.ops.context_into import ContextInto, check_context, context_arguments, store_context
 from dspark_model.ops.into_attention import (
     Absorption,
     LatentsInto,
@@ -33,11 +34,13 @@ class BeforeAttention:
 
 @dataclass(frozen=True, slots=True)
 class BeforeOutput:
-    """qkv_a [M, Q + D], queries [M, N] and absorbed [M, heads, D], None without an absorption, as in `BetweenOutput`."""
+    """qkv_a [M, Q + D], queries [M, N] and absorbed [M, heads, D], None without an absorption, as in `BetweenOutput`;
+    context_kv [M', L * D], None without a context."""
 
     qkv_a: torch.Tensor
     queries: torch.Tensor
     absorbed: torch.Tensor | None
+    context_kv: torch.Tensor | None = None
 
 
 def before_attention(
@@ -47,8 +50,13 @@ def before_attention(
     backend: str = "torch",
     workspace: BetweenWorkspace | None = None,
     early: bool = False,
+    context: ContextInto | None = None,
 ) -> BeforeOutput:
     """`between_attentions` in front of the first attention: only what `before` makes, of hidden [M, H].
+
+    context: rows whose latents of all layers are made, and go to the pool, in the same launch; with an absorption, and of at
+    most
+        as many rows as hidden may have.  Its product has the bits of `context_kv`.
 
     early: of the backend `cute`: it is no cooperative launch, and the attention behind it may begin beside it; else as for
         `between_attentions`.
@@ -56,12 +64,13 @@ def before_attention(
     Raises:
         ValueError, RuntimeError: as `between_attentions`.
     """
-    sizes = _check(hidden, before)
+    sizes = _check(hidden, before, context)
     if backend == "cute":
-        return _cute_before(hidden, before, sizes, workspace, early)
+        return _cute_before(hidden, before, sizes, workspace, early, context)
     if backend != "torch":
         raise ValueError(f"before_attention has no backend {backend}; choose torch or cute")
-    return project_rows(hidden, before)
+    made = project_rows(hidden, before)
+    return made if context is None else replace(made, context_kv=store_context(context))
 
 
 def project_rows(hidden: torch.Tensor, before: BeforeAttention) -> BeforeOutput:
@@ -76,13 +85,18 @@ def project_rows(hidden: torch.Tensor, before: BeforeAttention) -> BeforeOutput:
     return BeforeOutput(qkv_a, queries, make_absorbed(queries, before.absorption))
 
 
-def _check(hidden, before: BeforeAttention) -> BetweenSizes:
+def _check(hidden, before: BeforeAttention, context: ContextInto | None = None) -> BetweenSizes:
     """The sizes that are there.  Raises ValueError for tensors that do not fit together."""
     check_matrices({"hidden [M, H]": hidden, **front_matrices(before)})
     check_wanted(front_wanted(before, hidden.shape[1]), hidden)
     check_front(before, hidden.shape[0])
-    heads = absorption_sizes(before.absorption)
-    return BetweenSizes(hidden.shape[1], 0, 0, before.q_b.shape[1], before.qkv_a.shape[0], before.q_b.shape[0], heads)
+    heads, layers = absorption_sizes(before.absorption), 0
+    if context is not None:
+        if before.absorption is None:
+            raise ValueError("before_attention takes a context with an absorption, and there is none; give one")
+        layers = len(context.layer_views)
+        check_context(context, hidden.shape[1], before.qkv_a.shape[0] - before.q_b.shape[1], hidden)
+    return BetweenSizes(hidden.shape[1], 0, 0, before.q_b.shape[1], before.qkv_a.shape[0], before.q_b.shape[0], heads, layers)
 
 
 def check_front(before: BeforeAttention, rows: int) -> None:
@@ -125,44 +139,58 @@ def check_wanted(wanted: dict, like) -> None:
             )
 
 
-def _cute_before(hidden, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool) -> BeforeOutput:
-    rows, device, absorbed = hidden.shape[0], hidden.device, before.absorption is not None
+def _cute_before(
+    hidden, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool, context: ContextInto | None
+) -> BeforeOutput:
+    device, form = hidden.device, Form(False, True, before.absorption is not None, context is not None)
     own = check_workspace(workspace, device)
     sizes = replace(sizes, values=own.values, intermediate=own.intermediate)
-    check_launch(rows, hidden, own, sizes if absorbed else replace(sizes, heads=own.heads))
+    if not form.absorbed:
+        sizes = replace(sizes, heads=own.heads)
+    if not form.context:
+        sizes = replace(sizes, layers=own.layers)
+    counts = [hidden.shape[0]] if context is None else [hidden.shape[0], context.rows.shape[0]]
+    for count in counts:
+        check_launch(count, hidden, own, sizes)
 
     from dspark_kernels.cute.between_attentions import launch
 
     def empty(width: int) -> torch.Tensor:
-        return torch.empty(rows, width, dtype=hidden.dtype, device=device)
+        return torch.empty(hidden.shape[0], width, dtype=hidden.dtype, device=device)
 
-    weights, tensors, into = front_tensors(before, own, empty)
-    form = (False, True, absorbed)
+    weights, tensors, more = front_tensors(before, own, empty)
+    kv = None
+    if context is not None:
+        kv = torch.empty(context.rows.shape[0], context.weight.shape[0], dtype=hidden.dtype, device=device)
+        weights, tensors = weights | {"context": context.weight}, tensors | {"context": context.rows, "context_kv": kv}
+        more["context"] = context_arguments(context)
     work = (workspace.words, workspace.squares, workspace.counters[form])
-    facts = build_facts(own, rows, *form, device, early=early, stored=before.latents is not None)
-    launch(facts, None, weights, {"residual": hidden, **tensors}, work, front_eps(0.0, before), into)
-    return BeforeOutput(tensors["qkv_a"], tensors["queries"], over_latents(tensors, own))
+    facts = build_facts(own, max(counts), form, device, early=early, stored=before.latents is not None)
+    eps = front_eps(0.0, before, 0.0 if context is None else context.norm.eps)
+    launch(facts, None, weights, {"residual": hidden, **tensors}, work, eps, **more)
+    return BeforeOutput(tensors["qkv_a"], tensors["queries"], over_latents(tensors, own), kv)
 
 
-def front_tensors(before: BeforeAttention, own: BetweenSizes, empty) -> tuple[dict, dict, tuple | None]:
-    """Weights and rows of a launch in front of an attention, by the kernel's names, and how they become what the attention
-    takes, as `launch` takes it; empty: makes rows of a width."""
+def front_tensors(before: BeforeAttention, own: BetweenSizes, empty) -> tuple[dict, dict, dict]:
+    """Weights and rows of a launch in front of an attention, by the kernel's names, and what more `launch` is to know
+    of how they become what the attention takes; empty: makes rows of a width."""
     weights = {
         "input_norm": before.norm.weight, "qkv_a": before.qkv_a, "q_a_norm": before.q_norm.weight, "q_b": before.q_b
     }  # fmt: skip
     widths = {"scaled_hidden": own.hidden, "qkv_a": own.width, "scaled_q_a": own.q_rank, "queries": own.queries}
     if before.absorption is None:
-        return weights, {name: empty(width) for name, width in widths.items()}, None
+        return weights, {name: empty(width) for name, width in widths.items()}, {}
     widths["absorbed"] = own.heads * (own.width - own.q_rank)
     if before.latents is not None:
         weights["latent_norm"] = before.latents.norm.weight
     rows = {name: empty(width) for name, width in widths.items()}
-    return weights, rows, into_arguments(before.absorption, before.latents)
+    return weights, rows, {"into": into_arguments(before.absorption, before.latents)}
 
 
-def front_eps(mlp: float, before: BeforeAttention) -> tuple[float, float, float, float]:
-    """Of all norms of a launch, in the kernel's order; mlp: of the one behind an attention."""
-    return mlp, before.norm.eps, before.q_norm.eps, 0.0 if before.latents is None else before.latents.norm.eps
+def front_eps(mlp: float, before: BeforeAttention, context: float = 0.0) -> tuple[float, float, float, float, float]:
+    """Of all norms of a launch, in the kernel's order; mlp: of the one behind an attention; context: of the context's
+    latents."""
+    return mlp, before.norm.eps, before.q_norm.eps, 0.0 if before.latents is None else before.latents.norm.eps, context
 
 
 def over_latents(rows: dict, own: BetweenSizes) -> torch.Tensor | None:

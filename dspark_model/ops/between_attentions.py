@@ -16,7 +16,7 @@ from dspark_model.ops.before_attention import (
     over_latents,
     project_rows,
 )
-from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, build_facts, check_launch, check_workspace
+from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, Form, build_facts, check_launch, check_workspace
 from dspark_model.ops.block_attention import AttentionParts
 from dspark_model.ops.into_attention import NormedBy, absorption_sizes
 from dspark_model.ops.low_m_linear import low_m_linear
@@ -136,7 +136,8 @@ def _cute(
     own = check_workspace(workspace, device)
     if before is None:  # then the weights do not say what a next layer has
         sizes = replace(sizes, q_rank=own.q_rank, width=own.width, queries=own.queries)
-    check_launch(rows, values, own, sizes if absorbed else replace(sizes, heads=own.heads))
+    sizes = replace(sizes, layers=own.layers, heads=sizes.heads if absorbed else own.heads)
+    check_launch(rows, values, own, sizes)
 
     from dspark_kernels.cute.between_attentions import launch
 
@@ -153,12 +154,12 @@ def _cute(
     tensors = {
         "values": values, "residual": residual, "h": h, "scaled_h": scaled_h, "gated": gated, "hidden": hidden
     }  # fmt: skip
-    eps, front, into = (after.norm.eps, 0.0, 0.0, 0.0), {}, None
+    eps, front, more = (after.norm.eps, 0.0, 0.0, 0.0, 0.0), {}, {}
     if before is not None:
-        front_weights, front, into = front_tensors(before, own, empty)
+        front_weights, front, more = front_tensors(before, own, empty)
         weights, tensors, eps = weights | front_weights, tensors | front, front_eps(after.norm.eps, before)
-    form, attention = (True, before is not None, absorbed), None if unmerged is None else unmerged.facts
+    form, attention = Form(True, before is not None, absorbed), None if unmerged is None else unmerged.facts
     stored = before is not None and before.latents is not None
-    facts = build_facts(own, rows, *form, device, early=early, attention=attention, stored=stored)
-    launch(facts, unmerged, weights, tensors, (workspace.words, workspace.squares, workspace.counters[form]), eps, into)
+    facts = build_facts(own, rows, form, device, early=early, attention=attention, stored=stored)
+    launch(facts, unmerged, weights, tensors, (workspace.words, workspace.squares, workspace.counters[form]), eps, **more)
     return BetweenOutput(values, h, gated, hidden, front.get("qkv_a"), front.get("queries"), over_latents(front, own))

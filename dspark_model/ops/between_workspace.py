@@ -1,6 +1,7 @@
 """What the launches between the attentions of a drafter share on a device: sizes, limits, and a workspace."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -9,15 +10,30 @@ from dspark_model.ops.cute_device import cute_device_refusal
 # With more rows the launches of `low_m` are as fast: with 28 a step at K3's shape took 695 us, and 702 with one launch between
 # two attentions in a form for 32 rows, on an H200.
 MAX_BETWEEN_ROWS = 16
-# Of a launch: whether the products behind an attention are made, those in front of the next one, and queries over latents.
-FORMS = ((True, False, False), (True, True, False), (False, True, False), (True, True, True), (False, True, True))
+
+
+class Form(NamedTuple):
+    """Of a launch: whether the products behind an attention are made, those in front of the next one, queries over latents, and
+    the products of context rows."""
+
+    behind: bool
+    following: bool
+    absorbed: bool = False
+    context: bool = False
+
+
+FORMS = (
+    Form(True, False), Form(True, True), Form(False, True), Form(True, True, True), Form(False, True, True),
+    Form(False, True, True, True), Form(False, False, False, True),
+)  # fmt: skip
 NOPE = 128  # values of a head's query that meet its key matrix, where queries over latents are made
 MERGE_WORDS = 8 * 4 * MAX_BETWEEN_ROWS  # of a column: of 8 parts of the latents, 4 rows for each row that may be a block
 
 
 @dataclass(frozen=True, slots=True)
 class BetweenSizes:
-    """Sizes of a drafter's layers.  values: V, width: Q + D, queries: N; heads: where queries over latents are made, else 0."""
+    """Sizes of a drafter's layers.  values: V, width: Q + D, queries: N; heads: where queries over latents are made, else 0;
+    layers: whose latents of context rows are made by one product, else 0."""
 
     hidden: int
     values: int
@@ -26,6 +42,7 @@ class BetweenSizes:
     width: int
     queries: int
     heads: int = 0
+    layers: int = 0
 
     @property
     def rotary(self) -> int:
@@ -48,8 +65,8 @@ class BetweenWorkspace:
         if reason is not None:
             raise ValueError(f"between_attentions=cute: {reason}; choose torch, which needs no workspace")
         self.sizes = sizes
-        forms = [form for form in FORMS if sizes.heads or not form[2]]
-        facts = [build_facts(sizes, MAX_BETWEEN_ROWS, *form, device) for form in forms]
+        forms = [form for form in FORMS if (sizes.heads or not form.absorbed) and (sizes.layers or not form.context)]
+        facts = [build_facts(sizes, MAX_BETWEEN_ROWS, form, device) for form in forms]
         self.words = torch.zeros(MERGE_WORDS * sizes.values, dtype=torch.int64, device=device)
         self.squares = torch.zeros(max(f.num_squares for f in facts), dtype=torch.float32, device=device)
         self.counters = {
@@ -93,18 +110,18 @@ def absorption_refusal(sizes: BetweenSizes, nope: int = NOPE) -> str | None:
 
 
 def build_facts(
-    sizes: BetweenSizes, rows: int, behind: bool, following: bool, absorbed: bool, device: torch.device, *, early: bool = False,
-    attention=None, stored: bool = False,
+    sizes: BetweenSizes, rows: int, form: Form, device: torch.device, *, early: bool = False, attention=None,
+    stored: bool = False,
 ):  # fmt: skip
-    """`Facts` of a build for so many rows; behind, following, absorbed: of `FORMS`; attention: of one whose parts are merged;
-    stored: the latents go to the pool."""
+    """`Facts` of a build for so many rows; attention: of one whose parts are merged; stored: the latents go to the pool."""
     from dspark_kernels.cute.between_attentions_schedule import LANES, Facts
 
     lanes = next(lanes for lanes in LANES if rows <= lanes)
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     return Facts(
         torch.bfloat16, lanes, sizes.hidden, sizes.values, sizes.intermediate, sizes.q_rank, sizes.width - sizes.q_rank,
-        sizes.queries, following, ctas, early, attention, behind, sizes.heads if absorbed else 0, stored,
+        sizes.queries, form.following, ctas, early, attention, form.behind, sizes.heads if form.absorbed else 0, stored,
+        sizes.layers if form.context else 0,
     )  # fmt: skip
 
 

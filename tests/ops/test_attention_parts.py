@@ -254,10 +254,10 @@ def test_counters_and_tags_wrap_around():
     after, before = layers(sizes, "cuda", torch.bfloat16)
     workspace = BetweenWorkspace(sizes, torch.device("cuda"))
     _, wanted = both(case, after, before, workspace)
-    counts, launches = workspace.counters[True, True, False].tolist(), 2**31 - 2
+    counts, launches = workspace.counters[True, True, False, False].tolist(), 2**31 - 2
     assert counts[-1] == 2 and all(count % 2 == 0 for count in counts)
     wrapped = [(launches * count // 2 + 2**31) % 2**32 - 2**31 for count in counts]
-    workspace.counters[True, True, False].copy_(torch.tensor(wrapped))
+    workspace.counters[True, True, False, False].copy_(torch.tensor(wrapped))
     for _ in range(5):
         parts = attention_parts(*case.call, **case.options)
         assert_same(between_attentions(parts, case.residual, after, before, backend="cute", workspace=workspace), wanted)

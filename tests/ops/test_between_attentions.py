@@ -9,7 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from between_kit import ABSORBING, EPS, K3, SMALL, UNEVEN, WIDE, check_product, inputs, into_attention, layers, results
+from between_kit import (
+    ABSORBING,
+    EPS,
+    K3,
+    SMALL,
+    UNEVEN,
+    WIDE,
+    check_product,
+    context_of,
+    inputs,
+    into_attention,
+    layers,
+    results,
+)
 from cute_kit import run_compiling
 from kernel_kit import watched_memory
 
@@ -132,6 +145,21 @@ def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
 
 
 @needs_cute
+@pytest.mark.parametrize("sizes", ABSORBING)
+def test_a_context_is_a_product_in_front_of_the_others(sizes):
+    from dspark_kernels.cute.between_attentions_schedule import MADE
+
+    sizes = ABSORBING[sizes]
+    facts = dataclasses.replace(facts_of(sizes, 8, True, 132), behind=False, context=sizes.layers)
+    context, *others = facts.products
+    assert (context.name, context.tiles * context.rows) == ("context", sizes.layers * (sizes.width - sizes.q_rank))
+    assert [product.name for product in others] == ["qkv_a", "q_b", "absorb"]
+    assert [facts.awaited(index) for index in range(4)] == [None, MADE, 1, 2]
+    alone = dataclasses.replace(facts, following=False, heads=0)
+    assert alone.products == (context,) and alone.awaited(0) is None
+
+
+@needs_cute
 @pytest.mark.parametrize(
     "sizes",
     [K3, SMALL, UNEVEN, ABSORBING["k3"], ABSORBING["many"]],
@@ -228,18 +256,21 @@ def test_compiles_to_mma_without_a_gpu(tmp_path):
 
 
 @needs_cute
-@pytest.mark.parametrize("form", ["both", "behind", "front", "both over latents", "front over latents"])
+@pytest.mark.parametrize(
+    "form", ["both", "behind", "front", "both over latents", "front over latents", "front over latents, with context"]
+)
 def test_the_launch_gets_each_tensor_under_its_name(form, monkeypatch):
     """Up to the kernel's arguments, as on a GPU."""
     from dspark_kernels.cute import between_attentions as kernel
 
     given = {}
 
-    def arguments(facts, merge, weights, rows, into, work, num_rows, eps):
+    def arguments(facts, merge, weights, rows, into, context, work, num_rows, eps):
         weights = dict(zip(kernel.Weights._fields, weights, strict=True))
         rows = dict(zip(kernel.Rows._fields, rows, strict=True))
         into = dict(zip(kernel.Into._fields, into, strict=True))
-        given.update(facts=facts, weights=weights, rows=rows, into=into, work=work, num_rows=num_rows, eps=eps)
+        context = dict(zip(kernel.Context._fields, context, strict=True))
+        given.update(facts=facts, weights=weights, rows=rows, into=into, context=context, work=work, num_rows=num_rows, eps=eps)
         return ()
 
     cpu = torch.device("cpu")
@@ -250,14 +281,16 @@ def test_the_launch_gets_each_tensor_under_its_name(form, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(kernel, "_arguments", arguments)
     monkeypatch.setattr(kernel, "compile_between_attentions", lambda *_: lambda *_: None)
-    absorbs, form = "over latents" in form, form.split()[0]
+    absorbs, context, form = "over latents" in form, None, form.split()[0] if "context" not in form else "context"
     sizes = ABSORBING["small"] if absorbs else SMALL
     (after, before), (values, residual) = layers(sizes, "cpu", torch.bfloat16), inputs(sizes, 9, "cpu", torch.bfloat16)
     before = into_attention(sizes, before, 9) if absorbs else before
     workspace, following = BetweenWorkspace(sizes, cpu), None if form == "behind" else before
-    weights, rows, eps = {}, {"residual": residual}, [0.0, 0.0, 0.0, 0.0]
-    if form == "front":
-        made = before_attention(residual, before, backend="cute", workspace=workspace)
+    weights, rows, eps = {}, {"residual": residual}, [0.0, 0.0, 0.0, 0.0, 0.0]
+    if form in ("front", "context"):
+        context = context_of(sizes, 12, "cpu", torch.bfloat16) if form == "context" else None
+        form = "front"
+        made = before_attention(residual, before, backend="cute", workspace=workspace, context=context)
     else:
         made = between_attentions(values, residual, after, following, backend="cute", workspace=workspace, early=True)
         weights |= {"o": after.o, "post_norm": after.norm.weight, "gate": after.gate, "up": after.up, "down": after.down}
@@ -285,13 +318,25 @@ def test_the_launch_gets_each_tensor_under_its_name(form, monkeypatch):
         }  # fmt: skip
     for wanted, found in ((weights, given["weights"]), (rows, given["rows"])):
         assert {name: found[name] for name in wanted} == {name: tensor.data_ptr() for name, tensor in wanted.items()}
-    kind = (form != "front", following is not None, absorbs)
+    kind = (form != "front", following is not None, absorbs, context is not None)
     assert given["work"] == [t.data_ptr() for t in (workspace.words, workspace.squares, workspace.counters[kind])]
     facts, scratch = given["facts"], [given["rows"][name] for name in ("scaled_h", "scaled_hidden", "scaled_q_a")]
     assert (facts.lanes, facts.behind, facts.following, facts.early) == (16, *kind[:2], form != "front")
+    if context is not None:
+        weights, rows = {"context": context.weight}, {"context": context.rows, "context_kv": made.context_kv}
+        for wanted, found in ((weights, given["weights"]), (rows, given["rows"])):
+            assert {name: found[name] for name in wanted} == {name: tensor.data_ptr() for name, tensor in wanted.items()}
+        where, pool = context.where, context.layer_views[0]
+        assert given["context"] == {
+            "rows": 12, "norms": context.norm.weight.data_ptr(), "cos_sin": context.cos_sin.data_ptr(),
+            "pool": pool.data_ptr(), "layer_stride": 0, "page_stride": 16 * 192, "row_stride": 192,
+            "pages": where.pages.data_ptr(), "offsets": where.offsets.data_ptr(), "owned": where.owned.data_ptr(),
+        }  # fmt: skip
+        assert facts.context == 1
+        eps[4] = EPS["context"]
     assert (facts.heads, facts.stored) == ((1, True) if absorbs else (0, False))
     assert (given["num_rows"], list(given["eps"])) == (9, eps)
-    used = [where for where in scratch if where != residual.data_ptr()]
+    used = [where for where in scratch if where not in (residual.data_ptr(), values.data_ptr())]
     assert len(set(used)) == len(used) == {"both": 3, "behind": 1, "front": 2}[form]
 
 
@@ -413,9 +458,10 @@ def test_counters_wrap_around():
     workspace, given = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
     wanted = cute(given, after, before, workspace)
     launches = 2**31 - 2
-    counts = workspace.counters[True, True, False].tolist()  # each finished tile once, and each CTA
+    counts = workspace.counters[True, True, False, False].tolist()  # each finished tile once, and each CTA
     assert counts[-1] == 1 and sum(count > 0 for count in counts) == 7
-    workspace.counters[True, True, False].copy_(torch.tensor([(launches * count + 2**31) % 2**32 - 2**31 for count in counts]))
+    wrapped = [(launches * count + 2**31) % 2**32 - 2**31 for count in counts]
+    workspace.counters[True, True, False, False].copy_(torch.tensor(wrapped))
     for _ in range(5):
         made = cute(given, after, before, workspace)
         assert_bitwise_equal(made.queries, wanted.queries)

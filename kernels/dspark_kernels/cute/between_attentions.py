@@ -10,7 +10,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 
 from dspark_kernels.cute.between_attentions_device import THREADS, between_attentions_kernel
 from dspark_kernels.cute.between_attentions_fetch import Maps
-from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, NOPE, Eps, Facts, Into, Rows, Weights, Workspace
+from dspark_kernels.cute.between_attentions_schedule import ELEMENTS, NOPE, Context, Eps, Facts, Into, Rows, Weights, Workspace
 from dspark_kernels.cute.block_attention import AttentionCall, stand_in_merge_arguments, tma_boxes
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 from dspark_kernels.cute.block_attention_product import Matrices
@@ -64,22 +64,25 @@ def _launch(
     weights: Weights,
     rows: Rows,
     into: Into,
+    context: Context,
     work: Workspace,
     num_rows: cutlass.Int32,
     eps_mlp: cutlass.Float32,
     eps_attention: cutlass.Float32,
     eps_q_a: cutlass.Float32,
     eps_latent: cutlass.Float32,
+    eps_context: cutlass.Float32,
     stream: cuda.CUstream,
     facts: cutlass.Constexpr,
 ):
     f = facts
     sources = {
         "o": (weights.o,), "gate_up": (weights.gate, weights.up), "down": (weights.down,), "qkv_a": (weights.qkv_a,),
-        "q_b": (weights.q_b,),
+        "q_b": (weights.q_b,), "context": (weights.context,),
     }  # fmt: skip
     x_of = {
-        "o": rows.values, "gate_up": rows.scaled_h, "down": rows.gated, "qkv_a": rows.scaled_hidden, "q_b": rows.scaled_q_a
+        "o": rows.values, "gate_up": rows.scaled_h, "down": rows.gated, "qkv_a": rows.scaled_hidden, "q_b": rows.scaled_q_a,
+        "context": rows.context,
     }  # fmt: skip
     weight_maps, x_maps = [], []
     for product in facts.products:
@@ -91,51 +94,60 @@ def _launch(
             sides = sources[product.name]
             count, height = product.tiles * product.rows // len(sides), product.rows // len(sides)
             weight_maps.append([_map(side, count, product.depth, height, product.columns) for side in sides])
-            x_maps.append(_map(x_of[product.name], num_rows, product.depth, f.lanes, product.x_columns))
+            given = context.rows if product.name == "context" else num_rows
+            x_maps.append(_map(x_of[product.name], given, product.depth, f.lanes, product.x_columns))
     matrix = [_matrix_map(matrices, facts)] if facts.attention is not None else []
     between_attentions_kernel(
-        weight_maps, x_maps, matrix, requests, parts, weights, rows, into, work, num_rows,
-        Eps(eps_mlp, eps_attention, eps_q_a, eps_latent), facts,
+        weight_maps, x_maps, matrix, requests, parts, weights, rows, into, context, work, num_rows,
+        Eps(eps_mlp, eps_attention, eps_q_a, eps_latent, eps_context), facts,
     ).launch(
         grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early,
         use_pdl=facts.early and facts.behind, min_blocks_per_mp=1,
     )  # fmt: skip
 
 
-def _arguments(facts: Facts, merge: tuple, weights, rows, into, work, num_rows: int, eps) -> tuple:
-    """In `_launch`'s order, up to the stream.  merge: requests, parts and matrices; weights, rows, work: addresses; into: those
-    of `Into`, and its strides."""
+def _places(element) -> tuple[tuple, tuple]:
+    """Of the fields of `Into` and of `Context`: types and alignments of pointers, or of numbers, which have none."""
+    number, wide = (cutlass.Int32, None), (cutlass.Int64, None)
+    values, turns = (element, 16), (cutlass.Float32, 16)
+    addresses = ((cutlass.Int64, 8), (cutlass.Int64, 8), (cutlass.Uint8, 1))
+    into = (values, wide, turns, values, wide, wide, *addresses)
+    return into, (number, values, turns, values, wide, wide, wide, *addresses)
+
+
+def _arguments(facts: Facts, merge: tuple, weights, rows, into, context, work, num_rows: int, eps) -> tuple:
+    """In `_launch`'s order, up to the stream.  merge: requests, parts and matrices; weights, rows, work: addresses; into,
+    context: what `Into` and `Context` hold."""
     element = ELEMENTS[facts.dtype]
 
-    def pointers(kind, addresses):
-        return [make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=16) for address in addresses]
+    def pointer(kind, address, align=16):
+        return make_ptr(kind, address, cute.AddressSpace.gmem, assumed_align=align)
 
-    words, squares, counters = work
-    kinds = (element, None, cutlass.Float32, element, None, None, cutlass.Int64, cutlass.Int64, cutlass.Uint8)
-    aligned = (16, 0, 16, 16, 0, 0, 8, 8, 1)
+    def fields(kinds, given):
+        pairs = zip(kinds, given, strict=True)
+        return [kind(value) if align is None else pointer(kind, value, align) for (kind, align), value in pairs]
+
+    into_kinds, context_kinds = _places(element)
     return (
         *merge,
-        Weights(*pointers(element, weights)),
-        Rows(*pointers(element, rows)),
-        Into(
-            *(
-                cutlass.Int64(given) if kind is None else make_ptr(kind, given, cute.AddressSpace.gmem, assumed_align=align)
-                for kind, given, align in zip(kinds, into, aligned, strict=True)
-            )
-        ),
-        Workspace(
-            *pointers(cutlass.Int64, (words,)), *pointers(cutlass.Float32, (squares,)), *pointers(cutlass.Int32, (counters,))
-        ),
+        Weights(*(pointer(element, address) for address in weights)),
+        Rows(*(pointer(element, address) for address in rows)),
+        Into(*fields(into_kinds, into)),
+        Context(*fields(context_kinds, context)),
+        Workspace(*map(pointer, (cutlass.Int64, cutlass.Float32, cutlass.Int32), work)),
         cutlass.Int32(num_rows),
         *map(cutlass.Float32, eps),
     )
 
 
+NO_INTO, NO_CONTEXT = (16,) * len(Into._fields), (1,) + (16,) * (len(Context._fields) - 1)  # which no product looks at
+
+
 def _entry(facts: Facts) -> tuple:
     """`_launch` and stand-ins of its arguments."""
-    merge, addresses = stand_in_merge_arguments(), ((16,) * len(kind._fields) for kind in (Weights, Rows, Workspace))
-    weights, rows, work = addresses
-    arguments = _arguments(facts, merge, weights, rows, (16,) * len(Into._fields), work, 1, (0.0,) * len(Eps._fields))
+    weights, rows, work = ((16,) * len(kind._fields) for kind in (Weights, Rows, Workspace))
+    merge, eps = stand_in_merge_arguments(), (0.0,) * len(Eps._fields)
+    arguments = _arguments(facts, merge, weights, rows, NO_INTO, NO_CONTEXT, work, 1, eps)
     return _launch, (*arguments, make_fake_stream(), facts)
 
 
@@ -151,13 +163,15 @@ def launch(
     rows: Mapping[str, torch.Tensor],
     work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     eps: Sequence[float],
-    into: Sequence[int] | None = None,
+    into: Sequence[int] = NO_INTO,
+    context: Sequence[int] = NO_CONTEXT,
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
     attention: what makes the first product's x, where `Facts.attention` is its facts; weights, rows: by the names of `Weights`
     and `Rows`, those that the build's products have; work: words, squares, counters; eps: of the norms of the MLP, of the next
-    layer's, of its queries and of its latents; into: addresses and strides in `Into`'s order, if the build has `Facts.heads`.
+    layer's, of its queries, of its latents and of the context's; into, context: addresses and numbers in the order of `Into`,
+    if the build has `Facts.heads`, and of `Context`, if it has `Facts.context`.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.
@@ -168,16 +182,17 @@ def launch(
                 f"between_attentions=cute wants {name} contiguous and at a multiple of 16 bytes, got {[*tensor.shape]} with "
                 f"strides {[*tensor.stride()]} at {tensor.data_ptr():#x}; pass a clone(memory_format=torch.contiguous_format)"
             )
-    residual = rows["residual"]
-    device = residual.device
+    first = next(iter(rows.values()))
+    device = first.device
     architecture = build_architecture(torch.cuda.get_device_capability(device))
     # The kernel does not look at the addresses of what is not there.
     addresses = [
-        [given.get(name, residual).data_ptr() for name in kind._fields] for kind, given in ((Weights, weights), (Rows, rows))
+        [given.get(name, first).data_ptr() for name in kind._fields] for kind, given in ((Weights, weights), (Rows, rows))
     ]
     with torch.cuda.device(device):
         stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         merge = stand_in_merge_arguments() if attention is None else attention.merge_arguments
-        given = (16,) * len(Into._fields) if into is None else into
-        arguments = _arguments(facts, merge, *addresses, given, [tensor.data_ptr() for tensor in work], residual.shape[0], eps)
+        num_rows = rows["residual"].shape[0] if "residual" in rows else 1
+        places = [tensor.data_ptr() for tensor in work]
+        arguments = _arguments(facts, merge, *addresses, into, context, places, num_rows, eps)
         compile_between_attentions(facts, architecture)(*arguments, stream)

@@ -15,7 +15,17 @@ from dspark_kernels.cute.between_attentions_fetch import Maps, fetch_weights, fe
 from dspark_kernels.cute.between_attentions_finish import finish_tile, load_ahead, prepare_rows, publish
 from dspark_kernels.cute.between_attentions_meet import Shared, allocate, pass_on, set_up, this_launch
 from dspark_kernels.cute.between_attentions_multiply import hold, multiply_tile
-from dspark_kernels.cute.between_attentions_schedule import WARPS, Eps, Into, Rows, Weights, Workspace, first_tile, tiles_of
+from dspark_kernels.cute.between_attentions_schedule import (
+    WARPS,
+    Context,
+    Eps,
+    Into,
+    Rows,
+    Weights,
+    Workspace,
+    first_tile,
+    tiles_of,
+)
 from dspark_kernels.cute.between_attentions_values import add_units, multiply_units
 from dspark_kernels.cute.block_attention_schedule import Requests
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
@@ -27,7 +37,7 @@ MULTIPLY_REGISTERS, FETCH_REGISTERS = 216, 72  # together those of the launch, 1
 @cute.jit
 def _make_tiles(
     shared: Shared, requests: Requests, parts: Parts, weights: Weights, rows: Rows, into: Into, work: Workspace, num_rows,
-    facts: cutlass.Constexpr,
+    num_context, facts: cutlass.Constexpr,
 ):  # fmt: skip
     """Eight warps: this CTA's tiles of all products."""
     cta, _, _ = cute.arch.block_idx()
@@ -39,7 +49,7 @@ def _make_tiles(
         launch = shared.launch[0]
     else:
         launch = this_launch(work, facts)
-        if cutlass.const_expr(not facts.behind):
+        if cutlass.const_expr(not facts.behind and facts.following):
             cute.arch.griddepcontrol_wait()
             prepare_rows(weights, rows, work, num_rows, facts)
             pass_on(shared.multiplied)
@@ -55,11 +65,12 @@ def _make_tiles(
             if first_tile(cta, index, facts) < product.tiles:
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
-            loaded = load_ahead(weights, rows, into, tile, num_rows, index, facts)
+            count = num_context if product.name == "context" else num_rows
+            loaded = load_ahead(weights, rows, into, tile, count, index, facts)
             multiply_tile(shared, held if index == 0 else None, done, x_done, product, facts)
             if cutlass.const_expr(product.normed):
                 cute.arch.mbarrier_wait(shared.normed + index, 0)
-            finish_tile(shared, rows, work, tile, num_rows, loaded, index, facts)
+            finish_tile(shared, rows, work, tile, count, loaded, index, facts)
             done += product.boxes
             x_done += product.x_fetches
         publish(work, launch, tiles_of(cta, index, facts), index, facts)
@@ -75,6 +86,7 @@ def between_attentions_kernel(
     weights: Weights,
     rows: Rows,
     into: Into,
+    context: Context,
     work: Workspace,
     num_rows: cutlass.Int32,
     eps: Eps,
@@ -90,7 +102,7 @@ def between_attentions_kernel(
     cute.arch.sync_threads()
     if warp < WARPS:
         cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
-        _make_tiles(shared, requests, parts, weights, rows, into, work, num_rows, facts)
+        _make_tiles(shared, requests, parts, weights, rows, into, work, num_rows, context.rows, facts)
     else:
         cute.arch.setmaxregister_decrease(FETCH_REGISTERS)
         if warp == WARPS:
@@ -100,4 +112,4 @@ def between_attentions_kernel(
         if warp == WARPS + 2:
             make_rms(shared, weights, rows, into, work, num_rows, eps, facts)
         if warp == WARPS + 3:
-            add_units(shared, requests.batch, rows, work, facts)
+            add_units(shared, requests.batch, rows, context, work, eps.context, facts)

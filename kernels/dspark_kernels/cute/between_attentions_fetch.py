@@ -22,6 +22,7 @@ from dspark_kernels.cute.between_attentions_schedule import (
     BOX,
     ELEMENTS,
     LINE,
+    MADE,
     NOPE,
     X_STAGES,
     Eps,
@@ -37,7 +38,7 @@ from dspark_kernels.cute.block_attention_fetch import EVICT_FIRST, EVICT_NORMAL,
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: a block decode with 2K took 274 us with 2, 276 with 3, 283 with 4, 342 with 1.
 AHEAD = 2
-AHEAD_GATED = 3  # of gate and up, the longest stretch in which CTAs have nothing to tell: 254 us a block decode, 258 with 2
+AHEAD_MORE = 3  # of gate and up, the longest stretch in which CTAs have nothing to tell: 254 us a block decode, 258 with 2
 SQUARES_IN_FLIGHT = 28  # of a lane: K3's 112 tiles of a row, by four groups, at once
 GROUPS = 4  # of tiles, whose squares are summed apart, whatever the lanes: the order of a row's sum must not hang on them
 
@@ -81,7 +82,7 @@ def _next_stage(shared: Shared, done, ahead: cutlass.Constexpr, facts: cutlass.C
 @cute.jit
 def _fetch_box(maps: list[Maps], shared: Shared, tile, box, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """One box of a weight, or half a box of each of two, once there is room; done: boxes before it."""
-    stage = _next_stage(shared, done, AHEAD_GATED if product.gated else AHEAD, facts)
+    stage = _next_stage(shared, done, AHEAD_MORE if product.gated or product.name == "context" else AHEAD, facts)
     landed, rows = shared.landed + stage, product.rows // len(maps)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(landed, 2 * BOX)
@@ -146,10 +147,11 @@ def fetch_x(maps: list[Maps], shared: Shared, work: Workspace, facts: cutlass.Co
         product = facts.products[index]
         # A CTA that has none may come when the launch is over, and must not wait for the next one.
         if first_tile(cta, index, facts) < product.tiles:
-            if cutlass.const_expr(index > 0):
-                wait_for(work.counters + LINE * (index - 1), launch * facts.products[index - 1].tiles, shared.ready + index)
-            elif cutlass.const_expr(facts.attention is not None or not facts.behind):
-                wait_for(work.counters + facts.made_at, launch * facts.ctas, shared.ready)
+            before = facts.awaited(index)
+            if cutlass.const_expr(before == MADE):
+                wait_for(work.counters + facts.made_at, launch * facts.ctas, shared.ready + index)
+            elif cutlass.const_expr(before is not None):
+                wait_for(work.counters + LINE * before, launch * facts.products[before].tiles, shared.ready + index)
             cute.arch.fence_proxy("async.global")
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):
             _fetch_columns(maps[index], shared, tile, done, product, facts)
@@ -187,8 +189,9 @@ def make_rms(
         if cutlass.const_expr(product.normed):  # noqa: SIM102 (decided when it is built, the next on the device)
             if first_tile(cta, index, facts) < product.tiles:
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
-                tiles = product.depth // (facts.products[index - 1] if index else BLOCK).features
-                begin = (index - 1) * facts.squares if index else facts.prepared_at
+                before = facts.awaited(index)
+                tiles = product.depth // (BLOCK if before == MADE else facts.products[before]).features
+                begin = facts.prepared_at if before == MADE else before * facts.squares
                 squares = work.squares + (begin * lanes + lane % lanes)
                 # The four groups as (0 + 1) + (2 + 3), whoever has them.
                 total = _sum_squares(squares, lane // lanes, tiles, lanes)

@@ -165,10 +165,15 @@ def _finish_pair(
             at = (pair.row * facts.heads + tile // facts.slices) * facts.latent + tile % facts.slices * SWIZZLE
             _store_pair(rows.absorbed + (at + pair.feature), left, right)
     else:
-        scale = shared.rms[pair.row]
-        left, right = _round(left * scale, dtype), _round(right * scale, dtype)
-        width = facts.q_rank + facts.latent if product.name == "qkv_a" else facts.queries
-        out = rows.qkv_a if product.name == "qkv_a" else rows.queries
+        if cutlass.const_expr(product.normed):
+            scale = shared.rms[pair.row]
+            left, right = left * scale, right * scale
+        left, right = _round(left, dtype), _round(right, dtype)
+        out, width = {
+            "qkv_a": (rows.qkv_a, facts.q_rank + facts.latent),
+            "q_b": (rows.queries, facts.queries),
+            "context": (rows.context_kv, facts.context * facts.latent),
+        }[product.name]
         if pair.there:
             _store_pair(out + (pair.row * width + feature), left, right)
             if cutlass.const_expr(product.name == "q_b" and facts.heads > 0):

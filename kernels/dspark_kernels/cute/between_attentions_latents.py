@@ -1,4 +1,5 @@
-"""The block's latents in `between_attentions`: normed, turned and stored into the pool, to the bits of `latent_norm_rope`.
+"""Latents in `between_attentions`, of the block and of context rows: normed, turned and stored into the pool, to the bits of
+`latent_norm_rope`.
 
 `facts` is a `Facts` of `between_attentions_schedule`.
 """
@@ -6,16 +7,16 @@
 import cutlass
 import cutlass.cute as cute
 
-from dspark_kernels.cute.between_attentions_schedule import Into, Rows, Weights, first_tile
+from dspark_kernels.cute.between_attentions_meet import look_for
+from dspark_kernels.cute.between_attentions_schedule import Context, Into, Rows, Weights, Workspace, first_tile
 from dspark_kernels.cute.block_attention_schedule import CHUNK, WARP
 from dspark_kernels.cute.latent_norm_rope import load_wide, rotated, store_rounded
 
 
 @cute.jit
-def _turn(kv, out, into: Into, row, stored, facts: cutlass.Constexpr):
+def _turn(kv, out, cos_sin, stored, facts: cutlass.Constexpr):
     """The rotary values of a row."""
     lane, pairs = cute.arch.lane_idx(), CHUNK // 2
-    cos_sin = into.cos_sin + row * facts.rotary
     for first in cutlass.range_constexpr(0, facts.rotary // CHUNK, WARP):
         at = first + lane
         if stored and at < facts.rotary // CHUNK:
@@ -54,6 +55,30 @@ def _norm(kv, out, weight, eps, stored, facts: cutlass.Constexpr):
 
 
 @cute.jit
+def _store_row(kv, pool, where, row, weight, eps, facts: cutlass.Constexpr):
+    """One row of a layer's pool; where: an `Into` or a `Context`."""
+    stored, turned = (where.owned + row).load() != 0, facts.latent - facts.rotary
+    out = pool + ((where.pages + row).load() * where.page_stride + (where.offsets + row).load() * where.row_stride)
+    _turn(kv + turned, out + turned, where.cos_sin + row * facts.rotary, stored, facts)
+    _norm(kv, out, weight, eps, stored, facts)
+
+
+@cute.jit
+def store_context(rows: Rows, context: Context, work: Workspace, launch, eps, facts: cutlass.Constexpr):
+    """One warp: this CTA's rows and layers of the context, once all of them are made.  The last CTAs begin: the first ones have
+    a tile more of the products behind."""
+    cta, _, _ = cute.arch.block_idx()
+    own, count = facts.ctas - 1 - cta, context.rows * facts.context
+    if own < count:
+        look_for(work.counters, launch * facts.products[0].tiles)
+    for number in cutlass.range(own, count, facts.ctas, unroll=1):
+        row, layer = cutlass.Int64(number // facts.context), number % facts.context
+        kv = rows.context_kv + (row * (facts.context * facts.latent) + layer * facts.latent)
+        weight = context.norms + layer * (facts.latent - facts.rotary)
+        _store_row(kv, context.pool + layer * context.layer_stride, context, row, weight, eps, facts)
+
+
+@cute.jit
 def store_latents(
     weights: Weights, rows: Rows, into: Into, num_rows, eps, index: cutlass.Constexpr, facts: cutlass.Constexpr
 ):  # fmt: skip
@@ -62,9 +87,5 @@ def store_latents(
     first, step = first_tile(cta, index, facts), min(facts.products[index].tiles, facts.ctas)
     for row32 in cutlass.range(first, num_rows, step, unroll=1):
         row = cutlass.Int64(row32)
-        stored = (into.owned + row).load() != 0
-        out = into.pool + ((into.pages + row).load() * into.page_stride + (into.offsets + row).load() * into.row_stride)
         kv = rows.qkv_a + (row * (facts.q_rank + facts.latent) + facts.q_rank)
-        turned = facts.latent - facts.rotary
-        _turn(kv + turned, out + turned, into, row, stored, facts)
-        _norm(kv, out, weights.latent_norm, eps, stored, facts)
+        _store_row(kv, into.pool, into, row, weights.latent_norm, eps, facts)

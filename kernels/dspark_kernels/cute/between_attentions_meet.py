@@ -73,13 +73,21 @@ def this_launch(work: Workspace, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def wait_for(counter, wanted, seen_barrier):
-    """Until a counter has reached a value; then what was stored before it was raised is seen, by the other warps when they have
-    waited for the barrier.  One warp of a CTA: each that looks delays those that finish."""
+def look_for(counter, wanted):
+    """`wait_for`, for this warp alone."""
     if cute.arch.lane_idx() == 0:
         seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
         while seen - wanted < 0:  # so that they may wrap around
             seen = cute.arch.load(counter, cutlass.Int32, sem="acquire", scope="gpu")
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def wait_for(counter, wanted, seen_barrier):
+    """Until a counter has reached a value; then what was stored before it was raised is seen, by the other warps when they have
+    waited for the barrier.  One warp of a CTA: each that looks delays those that finish."""
+    look_for(counter, wanted)
+    if cute.arch.lane_idx() == 0:
         cute.arch.mbarrier_arrive(seen_barrier)
     cute.arch.sync_warp()
 

@@ -89,6 +89,7 @@ def tile_rows(count: int, depth: int, ctas: int, *, gated: bool) -> int:
     return min(fitting, key=lambda rows: -(-(count // rows) // ctas) * rows)
 
 
+MADE = -1
 BLOCK = Product("", 0, 64, 0)  # columns of given rows that are prepared together, as if they were a tile's result
 
 
@@ -101,7 +102,9 @@ class Facts:
     it, if there is an attention before it, and the next attention may begin beside it; attention: of the kernel before it,
     whose parts are merged first; None: the first product's x is given; behind: whether the products behind an attention are
     made, else only those in front of the next layer's, of the rows in `Rows.residual`; heads: of queries, which become queries
-    over latents; 0: they stay as they are; stored: whether the latents go to the pool.
+    over latents; 0: they stay as they are; stored: whether the latents go to the pool; context: of how many layers the products
+    of context rows with their latent projections are made too, as one product in front of the others, or alone if nothing
+    follows; then they stay as they are, else they go to the pool.
     """
 
     dtype: torch.dtype
@@ -119,6 +122,7 @@ class Facts:
     behind: bool = True
     heads: int = 0
     stored: bool = False
+    context: int = 0
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -138,8 +142,17 @@ class Facts:
         if self.heads:
             next_layers += (Product("absorb", self.heads * self.slices, SWIZZLE, NOPE, by_head=True),)
         if not self.behind:
-            return next_layers
+            context = (product("context", self.context * self.latent, self.hidden),) if self.context else ()
+            return context + next_layers if self.following else context
         return own + next_layers if self.following else own
+
+    def awaited(self, index: int) -> int | None:
+        """The product whose tiles have to be finished before one's x is there; `MADE`: that is once all CTAs have made what
+        they make of what is given; None: x is given."""
+        name = self.products[index].name
+        if name == "context" or (name == "o" and self.attention is None):
+            return None
+        return MADE if name == "o" or (name == "qkv_a" and not self.behind) else index - 1
 
     @property
     def rotary(self) -> int:
@@ -226,6 +239,7 @@ class Weights(NamedTuple):
     q_a_norm: cute.Pointer
     q_b: cute.Pointer
     latent_norm: cute.Pointer
+    context: cute.Pointer  # [layers * latent, hidden]
 
 
 class Rows(NamedTuple):
@@ -243,6 +257,8 @@ class Rows(NamedTuple):
     scaled_q_a: cute.Pointer  # [M, q_rank]
     queries: cute.Pointer  # [M, queries]
     absorbed: cute.Pointer  # [M, heads, latent]
+    context: cute.Pointer  # [M', hidden], given
+    context_kv: cute.Pointer  # [M', layers * latent]
 
 
 class Into(NamedTuple):
@@ -261,13 +277,31 @@ class Into(NamedTuple):
     owned: cute.Pointer
 
 
+class Context(NamedTuple):
+    """Where the latents of context rows go.  rows: M'; norms: [layers, C]; the others as in `Into`, of M' rows and of layer 0;
+    layer_stride: from a layer's pool to the next."""
+
+    rows: cutlass.Int32
+    norms: cute.Pointer
+    cos_sin: cute.Pointer
+    pool: cute.Pointer
+    layer_stride: cutlass.Int64
+    page_stride: cutlass.Int64
+    row_stride: cutlass.Int64
+    pages: cute.Pointer
+    offsets: cute.Pointer
+    owned: cute.Pointer
+
+
 class Eps(NamedTuple):
-    """Of the norms in front of the MLP, of the next layer's attention, and of its queries and latents."""
+    """Of the norms in front of the MLP, of the next layer's attention, of its queries and latents, and of the context's
+    latents."""
 
     mlp: cutlass.Float32
     attention: cutlass.Float32
     q_a: cutlass.Float32
     latent: cutlass.Float32
+    context: cutlass.Float32
 
 
 class Workspace(NamedTuple):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
+from dspark_kernels.cute.between_attentions_latents import store_context
 from dspark_kernels.cute.between_attentions_meet import (
     Shared,
     load_words,
@@ -22,7 +23,7 @@ from dspark_kernels.cute.between_attentions_meet import (
     this_launch,
 )
 from dspark_kernels.cute.between_attentions_multiply import multiply
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_STAGES, Rows, Workspace
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_STAGES, Context, Rows, Workspace
 from dspark_kernels.cute.block_attention import UNIT_ROWS
 from dspark_kernels.cute.block_attention_checks import values_refusal
 from dspark_kernels.cute.block_attention_merge import Shared as Merging
@@ -198,9 +199,11 @@ def tell_launch(shared: Shared, work: Workspace, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass.Constexpr):
+def add_units(
+    shared: Shared, batch, rows: Rows, context: Context, work: Workspace, eps_context, facts: cutlass.Constexpr
+):  # fmt: skip
     """One warp: the sums of this CTA's units, or none; then it tells the other CTAs, which count on it without units too.
-    Given rows have to be prepared first."""
+    Given rows have to be prepared first.  Then the context's latents."""
     cta, _, _ = cute.arch.block_idx()
     if cutlass.const_expr(facts.attention is not None):
         launch = tell_launch(shared, work, facts)
@@ -210,8 +213,12 @@ def add_units(shared: Shared, batch, rows: Rows, work: Workspace, facts: cutlass
             _add_up(rows, work, unit_of(number, facts.attention), tag(launch, facts), facts.attention)
         cute.arch.fence_proxy("async.global")  # x is fetched by TMA
         cute.arch.sync_warp()
-    elif cutlass.const_expr(not facts.behind):
+    elif cutlass.const_expr(not facts.behind and facts.following):
+        cute.arch.griddepcontrol_wait()
+        launch = this_launch(work, facts)
         cute.arch.mbarrier_wait(shared.multiplied, 0)
     if cute.arch.lane_idx() == 0:
         raise_counter(work.counters + facts.made_at, cutlass.Int32(1))
         cute.arch.mbarrier_arrive(shared.added)
+    if cutlass.const_expr(facts.context > 0 and facts.following):
+        store_context(rows, context, work, launch, eps_context, facts)
