@@ -26,7 +26,7 @@ class StepPlan:
 
     @property
     def is_pure_generation(self) -> bool:
-        return not self.context
+        return self.generation is not None and not self.context
 
 
 class StepChecker:

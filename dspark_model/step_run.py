@@ -14,7 +14,7 @@ from dspark_model.context_latents import ContextLatents
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.low_m import LowMPath
 from dspark_model.modeling import BlockContext, BlockDraft, BlockPaths, MLADSparkForCausalLM
-from dspark_model.ops import BlockShape, GivenRows, StepRows
+from dspark_model.ops import BlockShape, ContextRows, GivenRows, StepRows
 from dspark_model.rope import RopeTable
 from dspark_model.runtime import ResolvedRuntime
 from dspark_model.sampling import DrawKind, SamplingParams
@@ -71,7 +71,7 @@ class StepPaths:
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """slots: int64 [B], NO_TOKEN for dummy rows; rows: the bookkeeping of the B output rows, R of which drafted.  drafted:
-    int64 [R], None when all did.  context: [M, hidden], all rows that were projected.  draft_probs: float32 [R, K, V]
+    int64 [R], None when all or none did.  context: [M, hidden], all rows that were projected.  draft_probs: float32 [R, K, V]
     where drafts were drawn, else None."""
 
     slots: torch.Tensor
@@ -122,6 +122,17 @@ class _Projected:
     row_start: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """The R rows that draft.  drafted: int64 [R], None for all rows; slots: int64 [R]; rows: their bookkeeping; x: [R, N,
+    hidden], the embedded block."""
+
+    drafted: torch.Tensor | None
+    slots: torch.Tensor
+    rows: StepRows
+    x: torch.Tensor
+
+
 class StepRun:
     """The computation of one `StepPlan`; `run` goes through the step's stages in order."""
 
@@ -151,19 +162,30 @@ class StepRun:
 
     def run(self) -> StepResult:
         overlapped = self._paths.overlap_context_projection and self._plan.is_pure_generation
-        if overlapped:
-            with self._side.fork():
-                projected = self._project()
-        else:
-            projected = self._project()
-        rows = self._advance()
-        if overlapped:
-            self._side.join()
-            if not self._paths.fused_prologue:
-                # The plain step is the specification: it projects where it says so.
-                projected = self._project()
+        projected, rows, block = self._begin_overlapped() if overlapped else self._begin()
         self._store(projected, rows)
-        return self._draft(projected.context, rows)
+        return self._draft(projected.context, rows, block)
+
+    def _begin(self) -> tuple["_Projected", StepRows, "_Block | None"]:
+        """What needs no row of the pool, one after the other; without a block where nothing is drafted."""
+        projected, rows = self._project(), self._advance()
+        return projected, rows, self._embed(rows)
+
+    def _begin_overlapped(self) -> tuple["_Projected", StepRows, "_Block | None"]:
+        """`_begin` of generation rows alone, the projection on the side stream.  The places of its rows are made beside its
+        long product, and so is all that follows the verdict."""
+        with self._side.fork():
+            context = self._project_rows()
+        places = self._places()
+        with self._side.fork(places.cos_sin):
+            projected = _Projected(context, [], self._row_latents(context, places), places.start)
+        rows = self._advance()
+        block = self._embed(rows)
+        self._side.join()
+        if not self._paths.fused_prologue:
+            # The plain step is the specification: it projects where it says so.
+            projected = self._project()
+        return projected, rows, block
 
     def _integers(self, values: list[int]) -> torch.Tensor:
         if not values:
@@ -178,16 +200,26 @@ class StepRun:
             chunk_latents.append(self._latents(context, self._rope.rows(positions)))
             contexts.append(context)
         if self._plan.generation is not None:
-            context = model.project_context(self._plan.generation.target_hidden.flatten(0, 1), self._low_m)
-            slots, lens, fused = self._slots[self._first_row :], self._state.context_lens, self._paths.fused_prologue
-            rows = ops.context_rows(slots, lens, self._rope.cos_sin, self._num_drafts + 1, fused=fused)
-            latents = self._latents(context, rows.cos_sin.flatten(0, 1))
-            row_latents, row_start = latents.unflatten(1, rows.cos_sin.shape[:2]), rows.start
+            context, places = self._project_rows(), self._places()
+            row_latents, row_start = self._row_latents(context, places), places.start
             contexts.append(context)
         if not contexts:
             contexts = [torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=self._device)]
         context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
         return _Projected(context, chunk_latents, row_latents, row_start)
+
+    def _project_rows(self) -> torch.Tensor:
+        """Context of all K + 1 rows of the generation rows, [Bg * (K + 1), hidden]."""
+        return self._model.project_context(self._plan.generation.target_hidden.flatten(0, 1), self._low_m)
+
+    def _places(self) -> ContextRows:
+        """Where these rows stand."""
+        slots, lens, fused = self._slots[self._first_row :], self._state.context_lens, self._paths.fused_prologue
+        return ops.context_rows(slots, lens, self._rope.cos_sin, self._num_drafts + 1, fused=fused)
+
+    def _row_latents(self, context: torch.Tensor, places: ContextRows) -> torch.Tensor:
+        latents = self._latents(context, places.cos_sin.flatten(0, 1))
+        return latents.unflatten(1, places.cos_sin.shape[:2])
 
     def _latents(self, context: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         return self._context_latents(context, cos_sin, self._paths.latent_norm_rope, self._low_m)
@@ -276,21 +308,29 @@ class StepRun:
         fused = self._paths.fused_prologue
         ops.context_store(pool.layer_views, latents, start, count, slots, pool.page_table, pool.num_pages, fused=fused)
 
-    def _draft(self, context: torch.Tensor, rows: StepRows) -> StepResult:
-        plan = self._plan
-        drafted = None if len(plan.drafted) == len(plan.requests) else self._integers(list(plan.drafted))
-        draft, probs = self._decode(rows, drafted) if plan.drafted else (None, None)
-        return StepResult(self._slots, rows, drafted, draft, probs, context)
-
-    def _decode(self, rows: StepRows, drafted: torch.Tensor | None) -> tuple[BlockDraft, torch.Tensor | None]:
-        model, pool, fused = self._model, self._pool, self._paths.fused_prologue
-        slots = self._slots
-        if drafted is not None:
+    def _embed(self, rows: StepRows) -> "_Block | None":
+        """The block of the rows that draft; None where none does."""
+        plan, slots, drafted = self._plan, self._slots, None
+        if not plan.drafted:
+            return None
+        if len(plan.drafted) < len(plan.requests):
+            drafted = self._integers(list(plan.drafted))
             rows, slots = rows.select(drafted), slots[drafted]
-        block = BlockContext(
+        x = self._model.embed_block(rows.anchors, self._shape.rows, fused=self._paths.fused_prologue)
+        return _Block(drafted, slots, rows, x)
+
+    def _draft(self, context: torch.Tensor, rows: StepRows, block: "_Block | None") -> StepResult:
+        if block is None:
+            return StepResult(self._slots, rows, None, None, None, context)
+        draft, probs = self._decode(block)
+        return StepResult(self._slots, rows, block.drafted, draft, probs, context)
+
+    def _decode(self, block: "_Block") -> tuple[BlockDraft, torch.Tensor | None]:
+        model, pool, rows = self._model, self._pool, block.rows
+        context = BlockContext(
             layer_views=pool.layer_views,
             page_table=pool.page_table,
-            slots=slots,
+            slots=block.slots,
             context_lens=rows.context_lens,
             rows=rows.block,
             cos_sin=rows.cos_sin,
@@ -298,8 +338,7 @@ class StepRun:
             window=pool.config.context_window,
             paths=self._paths.of_block(self._low_m, self._side),
         )
-        hidden = model.decode_block(model.embed_block(rows.anchors, self._shape.rows, fused=fused), block)
-        hidden = hidden[:, draft_rows(model.config, self._num_drafts)]
+        hidden = model.decode_block(block.x, context)[:, draft_rows(model.config, self._num_drafts)]
         params = [self._plan.sampling[index] for index in self._plan.drafted]
         if not self._paths.draw_drafts or all(entry.temperature == 0 for entry in params):
             return model.draft(hidden, rows.anchors, keep_biased=self._paths.keep_logits, low_m=self._low_m), None

@@ -38,9 +38,9 @@ logger = logging.getLogger("dspark_model")
 class DFlashWorker:
     """Drafts blocks of K tokens for up to `PoolConfig.max_requests` requests at a time.
 
-    Per step and in this order: project the context of all new target rows, accept, advance the lengths, store the accepted
-    rows' latents, embed the block, run the layers, the head, the Markov chain and the confidence head.  All state is there
-    after construction and is sized by the pool's config, not by the model's `max_position_embeddings`.
+    Per step and in this order: project the context of all new target rows, accept, advance the lengths, embed the block, store
+    the accepted rows' latents, run the layers, the head, the Markov chain and the confidence head.  All state is there after
+    construction and is sized by the pool's config, not by the model's `max_position_embeddings`.
     """
 
     def __init__(

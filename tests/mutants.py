@@ -474,6 +474,18 @@ MUTANTS = (
         needs="gpu",
     ),
     Mutant(
+        "fork_does_not_hold_what_it_reads", "dspark_model/streams.py",
+        "self._held += reads",
+        "pass",
+        "test_streams.py::test_what_forks_read_is_held_until_the_join",
+    ),
+    Mutant(
+        "rotations_of_context_rows_are_dropped_before_the_join", "dspark_model/step_run.py",
+        "with self._side.fork(places.cos_sin):",
+        "with self._side.fork():",
+        "test_streams.py::test_only_products_and_latents_stand_behind_the_projection",
+    ),
+    Mutant(
         "layers_do_not_join", "dspark_model/modeling.py",
         "side.join()",
         "pass",

@@ -281,7 +281,7 @@ def test_only_committed_rows_are_stored(monkeypatch, accepted):
     def stop(*_arguments, **_options):
         raise RuntimeError("stop")
 
-    monkeypatch.setattr(bench.model, "embed_block", stop)
+    monkeypatch.setattr(bench.model, "decode_block", stop)
     with pytest.raises(RuntimeError, match="stop"):
         bench.generate({"a": accepted})
     differs = (bench.latents("a", 16).view(torch.int32) != held.view(torch.int32)).all(-1).all(0)

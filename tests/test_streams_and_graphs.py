@@ -73,8 +73,8 @@ class LateSide(SideStream):
     cycles = CYCLES
 
     @contextmanager
-    def fork(self):
-        with super().fork():
+    def fork(self, *reads):
+        with super().fork(*reads):
             torch.cuda._sleep(self.cycles)
             yield
 
@@ -85,9 +85,9 @@ class LateMain(SideStream):
     cycles = CYCLES
 
     @contextmanager
-    def fork(self):
+    def fork(self, *reads):
         torch.cuda._sleep(self.cycles)
-        with super().fork():
+        with super().fork(*reads):
             yield
         torch.cuda._sleep(self.cycles)
 
@@ -98,7 +98,7 @@ class NoFork(SideStream):
     cycles = CYCLES
 
     @contextmanager
-    def fork(self):
+    def fork(self, *reads):
         torch.cuda._sleep(self.cycles)
         with torch.cuda.stream(self._stream):
             yield
@@ -158,6 +158,19 @@ def test_a_missing_fork_or_join_is_caught(side):
     duel = run_with_late_inputs(side)
     with pytest.raises(AssertionError, match="differ"):
         assert_bitwise_equal(duel.fast.pool.storage, duel.plain.pool.storage)
+
+
+def test_memory_that_a_fork_reads_has_no_other_user_before_the_join():
+    side = LateSide(torch.device("cuda"))
+    x = torch.ones(1 << 20, device="cuda")
+    at = x.data_ptr()
+    with side.fork(x):
+        doubled = 2 * x
+    del x
+    other = torch.zeros(1 << 20, device="cuda")
+    assert other.data_ptr() != at
+    side.join()
+    assert (doubled == 2).all()
 
 
 SPLIT_PATHS = {
