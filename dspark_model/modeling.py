@@ -63,7 +63,7 @@ class BlockDraft:
 
     draft_tokens: int64 [B, K].  base_logits, biased_logits: float32 [B, K, V], before and after the Markov bias, the latter
     None where it was not asked for.
-    confidence_logits: float32 [B, K], or None for a drafter without that head.
+    confidence_logits: float32 [B, K], -inf for dummy rows, or None for a drafter without that head.
     """
 
     draft_tokens: torch.Tensor
@@ -323,6 +323,7 @@ class MLADSparkForCausalLM(nn.Module):
         final_hidden: torch.Tensor,
         anchors: torch.Tensor,
         *,
+        slots: torch.Tensor | None = None,
         temperatures: torch.Tensor | None = None,
         uniforms: torch.Tensor | None = None,
         keep_biased: bool = True,
@@ -330,8 +331,9 @@ class MLADSparkForCausalLM(nn.Module):
     ) -> BlockDraft:
         """Head, Markov chain and confidence over the rows that predict drafts.
 
-        final_hidden: [B, K, hidden], see `slots.draft_rows`; anchors: int64 [B]; temperatures, uniforms and keep_biased as in
-        `ops.markov_chain`; low_m: see `BlockPaths`; blocks that its chain does not take have the chain of torch.
+        final_hidden: [B, K, hidden], see `slots.draft_rows`; anchors: int64 [B]; slots: int64 [B], below 0 for dummy rows, None
+        without any; temperatures, uniforms and keep_biased as in `ops.markov_chain`; low_m: see `BlockPaths`; blocks that its
+        chain does not take have the chain of torch.
         """
         fused, sampled = low_m is not None, temperatures is not None
         batch, drafts = final_hidden.shape[:2]
@@ -348,18 +350,19 @@ class MLADSparkForCausalLM(nn.Module):
             backend="torch" if workspace is None else workspace.plan.backend,
             workspace=workspace,
         )
-        confidence = self._confidence(final_hidden, chain.previous_tokens, fused=fused)
+        confidence = self._confidence(final_hidden, chain.previous_tokens, slots, fused=fused)
         return BlockDraft(chain.draft_tokens, base, chain.biased_logits, confidence)
 
-    def _confidence(self, final_hidden: torch.Tensor, previous_tokens: torch.Tensor, *, fused: bool) -> torch.Tensor | None:
-        """Logits of the confidence head, float32 [B, K]; None without one."""
-        head, with_markov = self.confidence_head, self.config.confidence_head_with_markov
+    def _confidence(
+        self, final_hidden: torch.Tensor, previous_tokens: torch.Tensor, slots: torch.Tensor | None, *, fused: bool
+    ) -> torch.Tensor | None:
+        """`ops.confidence` by the confidence head; None without one."""
+        head, backend = self.confidence_head, "triton" if fused else "torch"
         if head is None:
             return None
-        if not fused:
-            return head(final_hidden, self.markov_head.markov_w1(previous_tokens) if with_markov else None)
-        w1 = self.markov_head.markov_w1.weight if with_markov else None
-        return ops.confidence(final_hidden, head.proj.weight[0], head.proj.bias, w1, previous_tokens, backend="triton")
+        w1 = self.markov_head.markov_w1.weight if self.config.confidence_head_with_markov else None
+        weight, bias = head.proj.weight[0], head.proj.bias
+        return ops.confidence(final_hidden, weight, bias, w1, previous_tokens, slots=slots, backend=backend)
 
     def _base_logits(self, final_hidden: torch.Tensor, low_m: LowMPath | None) -> torch.Tensor:
         """lm_head of final_hidden [B, K, hidden], float32 [B, K, V]."""

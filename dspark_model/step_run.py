@@ -98,8 +98,8 @@ class DraftedRows:
         tokens = _spread(draft.draft_tokens, drafted, batch, NO_TOKEN)
         if draft.confidence_logits is None:
             return cls(tokens, None)
-        confidence = _spread(torch.sigmoid(draft.confidence_logits), drafted, batch, 0.0)
-        return cls(tokens, torch.where(result.slots[:, None] >= 0, confidence, 0.0))
+        # exactly 0 for the -inf of dummy rows
+        return cls(tokens, _spread(torch.sigmoid(draft.confidence_logits), drafted, batch, 0.0))
 
 
 def _spread(rows: torch.Tensor, drafted: torch.Tensor | None, batch: int, filler: float) -> torch.Tensor:
@@ -340,12 +340,13 @@ class StepRun:
         )
         hidden = model.decode_block(block.x, context)[:, draft_rows(model.config, self._num_drafts)]
         params = [self._plan.sampling[index] for index in self._plan.drafted]
+        options = {"slots": block.slots, "low_m": self._low_m}
         if not self._paths.draw_drafts or all(entry.temperature == 0 for entry in params):
-            return model.draft(hidden, rows.anchors, keep_biased=self._paths.keep_logits, low_m=self._low_m), None
+            return model.draft(hidden, rows.anchors, keep_biased=self._paths.keep_logits, **options), None
         temperatures = self._temperatures(params)
         kinds = {index: DrawKind.FIRST_DRAFT if index < self._first_row else DrawKind.DRAFT for index in self._plan.drafted}
         uniforms = self._uniforms(kinds, self._num_drafts)
-        draft = model.draft(hidden, rows.anchors, temperatures=temperatures, uniforms=uniforms, low_m=self._low_m)
+        draft = model.draft(hidden, rows.anchors, temperatures=temperatures, uniforms=uniforms, **options)
         return draft, ops.tempered_softmax(draft.biased_logits, temperatures)
 
     def _temperatures(self, params: list[SamplingParams] | tuple[SamplingParams, ...]) -> torch.Tensor:

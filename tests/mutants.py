@@ -962,6 +962,18 @@ MUTANTS = (
         "ops/test_markov_chain.py::test_few_requests_have_rows_in_registers[1-20480-256-128-10-4]",
     ),
     Mutant(
+        "kernel_takes_the_slot_of_another_row", "kernels/dspark_kernels/triton/confidence.py",
+        "slots_ptr + row // drafts",
+        "slots_ptr + row % drafts",
+        "ops/test_confidence.py::test_logits_of_dummy_rows_are_minus_infinity_whatever_they_hold[[4, -1, 0]-5-triton]",
+    ),
+    Mutant(
+        "dummies_are_not_handed_to_the_confidence", "dspark_model/step_run.py",
+        'options = {"slots": block.slots, "low_m"',
+        'options = {"slots": None, "low_m"',
+        "test_step_modes.py::test_output_of_a_mixed_step",
+    ),
+    Mutant(
         "kernel_weighs_markov_rows_as_hidden_ones", "kernels/dspark_kernels/triton/confidence.py",
         "weight_ptr + hidden + at",
         "weight_ptr + at",

@@ -168,7 +168,7 @@ for batch, vocab, dtype, plan in (
         ops.markov_chain(logits, integers(batch), w1, w2, **draws, backend="triton", workspace=workspace)
     rows, weight = torch.empty(batch, DRAFTS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN + 256, dtype=torch.bfloat16)
     if dtype is torch.bfloat16:
-        ops.confidence(rows, weight, weight[:1], w1, integers(batch, DRAFTS), backend="triton")
+        ops.confidence(rows, weight, weight[:1], w1, integers(batch, DRAFTS), slots=integers(batch), backend="triton")
     ops.confidence(rows, weight[:HIDDEN], weight[:1], backend="triton")
 
 # Training, at SmolLM2's shape.

@@ -10,24 +10,27 @@ def confidence(
     markov_w1: torch.Tensor | None = None,
     previous_tokens: torch.Tensor | None = None,
     *,
+    slots: torch.Tensor | None = None,
     backend: str = "torch",
 ) -> torch.Tensor:
     """w . [hidden ; W1[previous]] + b in float32: float32 [B, K].
 
     final_hidden: [B, K, H] after `final_norm`; weight: [H], or [H + R] with `markov_w1` [V, R] and `previous_tokens` int64
     [B, K], ids of the vocabulary; bias: [1].
+    slots: int64 [B], below 0 for dummy rows, whose logits are -inf whatever they hold; None: there are none.
     backend: `torch`; or `triton`, one launch, which sums in another order: within 2^-18 of the sum of the terms' magnitudes.
 
     Raises:
         ValueError: backend `triton`, and a tensor does not fit.
     """
     if backend == "triton":
-        return _fused(final_hidden, weight, bias, markov_w1, previous_tokens)
+        return _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots)
     parts = (final_hidden,) if markov_w1 is None else (final_hidden, markov_w1[previous_tokens])
-    return torch.cat(parts, dim=-1).float() @ weight.float() + bias.float()
+    logits = torch.cat(parts, dim=-1).float() @ weight.float() + bias.float()
+    return logits if slots is None else torch.where(slots[:, None] >= 0, logits, float("-inf"))
 
 
-def _fused(final_hidden, weight, bias, markov_w1, previous_tokens) -> torch.Tensor:
+def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> torch.Tensor:
     import triton
     from dspark_kernels.triton.confidence import confidence_kernel
 
@@ -45,6 +48,8 @@ def _fused(final_hidden, weight, bias, markov_w1, previous_tokens) -> torch.Tens
             f"previous_tokens: contiguous int64 [{batch}, {drafts}] wanted, got {previous_tokens.dtype} "
             f"{list(previous_tokens.shape)}"
         )
+    if slots is not None and (slots.dtype is not torch.int64 or slots.shape != (batch,) or not slots.is_contiguous()):
+        raise ValueError(f"slots: contiguous int64 [{batch}] wanted, got {slots.dtype} {list(slots.shape)}")
     out = torch.empty((batch, drafts), dtype=torch.float32, device=final_hidden.device)
     if out.numel():
         confidence_kernel[(batch * drafts,)](
@@ -56,6 +61,7 @@ def _fused(final_hidden, weight, bias, markov_w1, previous_tokens) -> torch.Tens
             0 if markov_w1 is None else markov_w1.stride(0),
             weight,
             bias,
+            slots,
             out,
             drafts,
             hidden,

@@ -52,6 +52,38 @@ def test_the_fused_sum_has_one_order():
     assert_bitwise_equal(alone, whole[1:2])
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("rank", [5, 0])
+@pytest.mark.parametrize("slots", [[4, -1, 0], [-7, 2, -1], [0, 3, 1], [-1, -1, -1]], ids=str)
+def test_logits_of_dummy_rows_are_minus_infinity_whatever_they_hold(backend, rank, slots):
+    rows, weight, bias, w1, previous = inputs(3, 4, 70, rank, torch.float32)
+    whole = confidence(rows, weight, bias, w1, previous, backend=backend)
+    at = torch.tensor(slots, device=DEVICE)
+    dummies = at < 0
+    rows[dummies] = float("nan")
+    reads = [tensor for tensor in (rows, weight, bias, w1, previous, at) if tensor is not None]
+    if backend == "triton":
+        with watched_memory(*reads):
+            ours = confidence(rows, weight, bias, w1, previous, slots=at, backend=backend)
+    else:
+        ours = confidence(rows, weight, bias, w1, previous, slots=at)
+    assert (ours[dummies] == -torch.inf).all()
+    assert_bitwise_equal(ours[~dummies], whole[~dummies])
+    zeros = torch.sigmoid(ours)[dummies]
+    assert_bitwise_equal(zeros, torch.zeros_like(zeros))
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)[::2]],
+    ids=["size", "dtype", "strides"],
+)
+def test_slots_that_the_kernel_refuses(slots):
+    tensors = torch.zeros(2, 3, 6), torch.zeros(6), torch.zeros(1)
+    with pytest.raises(ValueError, match=r"slots: contiguous int64 \[2\] wanted"):
+        confidence(*tensors, slots=slots, backend="triton")
+
+
 @pytest.mark.parametrize(
     ("place", "wrong", "message"),
     [

@@ -14,6 +14,7 @@ def confidence_kernel(
     w1_stride,
     weight_ptr,  # [H + R], or [H]
     bias_ptr,  # [1]
+    slots_ptr,  # [B] int64, below 0 for dummy rows; or None
     out_ptr,  # [B, K] float32
     drafts,
     hidden,
@@ -23,15 +24,24 @@ def confidence_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     hidden_row = hidden_ptr + row // drafts * hidden_batch_stride + row % drafts * hidden_step_stride
+    # W1's row waits for the token's load; the long sum runs meanwhile.
+    bias = tl.load(bias_ptr)
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + row // drafts)
+    if w1_ptr is not None:
+        at = tl.arange(0, RANK_LANES)
+        markov_row = tl.load(w1_ptr + tl.load(previous_ptr + row) * w1_stride + at, mask=at < rank, other=0.0)
+        markov_weight = tl.load(weight_ptr + hidden + at, mask=at < rank, other=0.0)
     lanes = tl.arange(0, LANES)
     sums = tl.zeros((LANES,), tl.float32)
     for start in range(0, hidden, LANES):
-        at = start + lanes
-        values = tl.load(hidden_row + at, mask=at < hidden, other=0.0).to(tl.float32)
-        sums += values * tl.load(weight_ptr + at, mask=at < hidden, other=0.0).to(tl.float32)
+        column = start + lanes
+        values = tl.load(hidden_row + column, mask=column < hidden, other=0.0).to(tl.float32)
+        sums += values * tl.load(weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
     logit = tl.sum(sums, 0)
     if w1_ptr is not None:
-        at = tl.arange(0, RANK_LANES)
-        values = tl.load(w1_ptr + tl.load(previous_ptr + row) * w1_stride + at, mask=at < rank, other=0.0).to(tl.float32)
-        logit += tl.sum(values * tl.load(weight_ptr + hidden + at, mask=at < rank, other=0.0).to(tl.float32), 0)
-    tl.store(out_ptr + row, logit + tl.load(bias_ptr).to(tl.float32))
+        logit += tl.sum(markov_row.to(tl.float32) * markov_weight.to(tl.float32), 0)
+    logit += bias.to(tl.float32)
+    if slots_ptr is not None:
+        logit = tl.where(slot >= 0, logit, float("-inf"))
+    tl.store(out_ptr + row, logit)
