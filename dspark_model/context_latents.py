@@ -1,5 +1,7 @@
 """Pool rows of context rows, for all layers in one product."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -32,11 +34,18 @@ class ContextLatents:
         """context [M, hidden] and cos_sin float32 [M, r] to [L, M, D]; backend: see `ops.latent_norm_rope`; low_m: see
         `BlockPaths`.  There is no input_layernorm on this path."""
         if low_m is not None and low_m.takes(context.shape[0]):
-            kv = low_m.linear(context, self._weight, on_side=True)
+            kv = low_m.context_kv(context, self._weight)
         else:
             kv = (ops.packed_linear if self._weight.is_mkldnn else nn.functional.linear)(context, self._weight)
         kv = kv.unflatten(-1, (self._num_layers, -1)).transpose(0, 1)
         return ops.latent_norm_rope(kv, self._norm_weight, self._eps, cos_sin, backend=backend)
+
+    def into(
+        self, context: torch.Tensor, cos_sin: torch.Tensor, layer_views: Sequence[torch.Tensor], where: ops.RowAddresses
+    ) -> ops.ContextInto:
+        """The same rows, for a launch that makes their latents and stores them to the pool's layers."""
+        norm = ops.NormedBy(self._norm_weight, self._eps)
+        return ops.ContextInto(context, self._weight, norm, cos_sin, layer_views, where)
 
 
 def _join(weights: list[nn.Parameter]) -> torch.Tensor:

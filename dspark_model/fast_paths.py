@@ -146,12 +146,24 @@ def persistent_obstacle(model: MLADSparkForCausalLM) -> Obstacle | None:
     return low_m_obstacle(model) if reason is None else Obstacle(reason)
 
 
+def cute_norm_obstacle(model: MLADSparkForCausalLM, pool: PagedLatents, persistent: Obstacle | None) -> Obstacle | None:
+    """Why `latent_norm_rope=cute` cannot serve this model and pool, or is not worth it; persistent: of
+    `persistent_obstacle`."""
+    obstacle = cute_obstacle(model.device)
+    if obstacle is None and pool.dtype is FP8:
+        return Obstacle("it has no form that stores into an fp8 pool", avoidable=True)
+    if obstacle is None and persistent is not None:
+        reason = f"it helps only gemm=persistent, which cannot run: {persistent.reason}"
+        return Obstacle(reason, avoidable=True)
+    return obstacle
+
+
 def backends(model: MLADSparkForCausalLM, pool: PagedLatents) -> dict[str, dict[str, Obstacle | None]]:
     """By field and backend, what stands in the way of a backend other than torch's."""
-    device = model.device
+    device, persistent = model.device, persistent_obstacle(model)
     return {
         "attention": {name: attention_obstacle(name, model, pool) for name in ATTENTION_BACKENDS if name != "torch"},
-        "gemm": {"low_m": low_m_obstacle(model), "persistent": persistent_obstacle(model)},
-        "latent_norm_rope": {"triton": triton_obstacle(device), "cute": cute_obstacle(device)},
+        "gemm": {"low_m": low_m_obstacle(model), "persistent": persistent},
+        "latent_norm_rope": {"triton": triton_obstacle(device), "cute": cute_norm_obstacle(model, pool, persistent)},
         "merged_qkv_a": {"on": merged_qkv_a_obstacle(model)},
     }

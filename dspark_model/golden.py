@@ -212,8 +212,8 @@ class _Harness:
             "margins": top[..., 0] - top[..., 1],
             "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(output.draft_tokens.device),
         }
-        if draft.confidence_logits is not None:
-            observed |= {"confidence_logits": draft.confidence_logits, "confidence": output.confidence}
+        if draft.confidence is not None:
+            observed |= {"confidence_logits": draft.confidence.logits, "confidence": output.confidence}
         if "temperature" in self._inputs:
             scaled = draft.biased_logits.double() / self._inputs["temperature"].double()
             observed["draft_probs"] = torch.softmax(scaled, dim=-1)

@@ -10,7 +10,7 @@ from dspark_model.ops import ChainWorkspace, LowMProduct, LowMWorkspace
 
 if TYPE_CHECKING:
     from dspark_model.layers import MLAAttention
-    from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
+    from dspark_model.modeling import BlockContext, BlockPaths, DrafterLayer, MLADSparkForCausalLM
 
 MAX_ROWS = 128
 # With more rows torch's product of the head is faster: 78 us with 32 rows against 105 on an H200, 80 against 76 with 8.
@@ -50,6 +50,14 @@ class LowMPath:
         out = ops.low_m_linear(x.flatten(0, -2), weight, backend="triton", workspace=workspace, **options)
         return out.view(*x.shape[:-1], weight.shape[0])
 
+    def context_kv(self, context: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Latent projections of all layers, weight [L * D, hidden], of context rows [M, hidden]: [M, L * D]."""
+        return self.linear(context, weight, on_side=True)
+
+    def stores_context(self, rows: int, block_rows: int, paths: "BlockPaths", layer_views: Sequence[torch.Tensor]) -> bool:
+        """Whether `layers` of blocks of so many rows store the latents of so many context rows, `BlockContext.new_context`."""
+        return False
+
     def chain_workspace(
         self, batch: int, drafts: int, markov_w2: torch.Tensor | None, *, sampled: bool
     ) -> ChainWorkspace | None:
@@ -64,7 +72,12 @@ class LowMPath:
         return self._chains[key]
 
     def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:
-        """The layers over one block: [B, N, hidden] to [B, N, hidden]; writes the block's latents."""
+        """The layers over one block: [B, N, hidden] to [B, N, hidden]; writes the block's latents.
+
+        Raises:
+            ValueError: there is new context, which these layers do not store.
+        """
+        check_stored(context)
         for layer, view in zip(layers, context.layer_views, strict=True):
             x = self.layer(layer, x, view, context)
         return x
@@ -107,6 +120,15 @@ class LowMPath:
         """Absorbed queries of q [B, N, heads * qk_head_dim], rows of `q_b_proj`: [B, N, heads, D]."""
         q = q.unflatten(-1, (attn.config.num_attention_heads, attn.config.qk_head_dim))
         return ops.absorb_queries(q, attn.key_weights, cos_sin, backend="triton")
+
+
+def check_stored(context: "BlockContext") -> None:
+    """Raises ValueError for new context, where the layers do not store it."""
+    if context.new_context is not None:
+        raise ValueError(
+            f"{len(context.new_context.rows)} rows of context are left to layers that do not store them; store them before, or "
+            "ask `stores_context`"
+        )
 
 
 def _products(model: "MLADSparkForCausalLM") -> list[LowMProduct]:

@@ -12,7 +12,7 @@ from dspark_model import checkpoint, checkpoint_write, ops
 from dspark_model.config import DrafterConfig
 from dspark_model.heads import ConfidenceHead, MarkovHead
 from dspark_model.layers import GatedMLP, MLAAttention, RMSNorm
-from dspark_model.low_m import LowMPath
+from dspark_model.low_m import LowMPath, check_stored
 from dspark_model.ops import BlockRows
 from dspark_model.packing import pack_linears
 from dspark_model.streams import SideStream
@@ -43,7 +43,8 @@ class BlockContext:
 
     layer_views: L tensors [pages, page_size, D]; page_table: int32 [B, P], or the table of all slots with slots int64 [B],
     each request's row of it, -1 for dummy rows; context_lens: int64 [B]; rows: the block's own rows; cos_sin: float32
-    [B, N, r] for them; max_seq_len: host bound on rows.seq_lens; window: see `ops.block_attention`.
+    [B, N, r] for them; max_seq_len: host bound on rows.seq_lens; window: see `ops.block_attention`; new_context: rows among
+    the context whose latents the layers have to store first, only where `LowMPath.stores_context`.
     """
 
     layer_views: Sequence[torch.Tensor]
@@ -55,6 +56,7 @@ class BlockContext:
     slots: torch.Tensor | None = None
     window: int | None = None
     paths: BlockPaths = PLAIN_PATHS
+    new_context: ops.ContextInto | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,13 @@ class BlockDraft:
 
     draft_tokens: int64 [B, K].  base_logits, biased_logits: float32 [B, K, V], before and after the Markov bias, the latter
     None where it was not asked for.
-    confidence_logits: float32 [B, K], -inf for dummy rows, or None for a drafter without that head.
+    confidence: float32 [B, K] each, -inf and 0 for dummy rows, or None for a drafter without that head.
     """
 
     draft_tokens: torch.Tensor
     base_logits: torch.Tensor
     biased_logits: torch.Tensor | None
-    confidence_logits: torch.Tensor | None
+    confidence: ops.Confidence | None
 
 
 class DrafterLayer(nn.Module):
@@ -109,9 +111,11 @@ class DrafterLayer(nn.Module):
         value_weights: torch.Tensor,
         *,
         early: bool,
+        late_rows: int,
     ) -> ops.AttentionParts:
-        """`attend`, for `ops.between_attentions` to merge; early: see `ops.attention_parts`."""
-        return self._attend_by(ops.attention_parts, queries, layer_view, context, value_weights, early=early)
+        """`attend`, for `ops.between_attentions` to merge; early, late_rows: see `ops.attention_parts`."""
+        more = {"early": early, "late_rows": late_rows}
+        return self._attend_by(ops.attention_parts, queries, layer_view, context, value_weights, **more)
 
     def _attend_by(self, op, queries, layer_view, context: BlockContext, value_weights, **more):
         """Both ways: an op of `ops.block_attention`'s arguments."""
@@ -312,6 +316,7 @@ class MLADSparkForCausalLM(nn.Module):
         """The layers and `final_norm` over one block: [B, N, hidden] to [B, N, hidden]; writes the block's latents."""
         low_m, norm = context.paths.low_m, self.final_norm
         if low_m is None or not low_m.takes(x.shape[0] * x.shape[1]):
+            check_stored(context)
             for layer, view in zip(self.layers, context.layer_views, strict=True):
                 x = layer(x, view, context)
             return norm(x)
@@ -355,7 +360,7 @@ class MLADSparkForCausalLM(nn.Module):
 
     def _confidence(
         self, final_hidden: torch.Tensor, previous_tokens: torch.Tensor, slots: torch.Tensor | None, *, fused: bool
-    ) -> torch.Tensor | None:
+    ) -> ops.Confidence | None:
         """`ops.confidence` by the confidence head; None without one."""
         head, backend = self.confidence_head, "triton" if fused else "torch"
         if head is None:

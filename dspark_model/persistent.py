@@ -24,12 +24,15 @@ from dspark_model.ops import (
 if TYPE_CHECKING:
     from dspark_model.config import DrafterConfig
     from dspark_model.layers import RMSNorm
-    from dspark_model.modeling import BlockContext, DrafterLayer, MLADSparkForCausalLM
+    from dspark_model.modeling import BlockContext, BlockPaths, DrafterLayer, MLADSparkForCausalLM
 
 # The path of each device that launches early.  Such a launch need not be resident as a whole, and of two that are half each
 # neither would end, so it is one of a process at a time; the others launch cooperatively.
 _EARLY: WeakValueDictionary[torch.device, "PersistentPath"] = WeakValueDictionary()
 _EARLY_LOCK = Lock()
+
+
+EARLY_QUERIES = 64  # of a request: with more of them an early attention has not been tried
 
 
 class PersistentPath(LowMPath):
@@ -38,7 +41,7 @@ class PersistentPath(LowMPath):
     The projections of queries and latents have to be one product, see `MLAAttention.merge_qkv_a`.
 
     The launches make queries over latents too where they can, and with `latent_norm_rope=cute` and a direct write into the pool
-    the latents, so that the attention is the next kernel.
+    the latents, so that the attention is the next kernel; the first one those of the context rows that a step adds, too.
 
     launches_early: whether its launches begin beside the attention, and the attention beside them if it is the next kernel; the
     first living path on a device that may does so.
@@ -48,11 +51,28 @@ class PersistentPath(LowMPath):
         super().__init__(model)
         sizes = between_sizes(model.config)
         self._absorbs = sizes.heads > 0
+        self._dtype = model.dtype
         self._between = BetweenWorkspace(sizes, model.device)
         with _EARLY_LOCK:
             self.launches_early = may_launch_early and _EARLY.setdefault(model.device, self) is self
         if self.launches_early and model.device.type == "cuda":
             torch.cuda.synchronize(model.device)  # launches of a path that is gone may still be on their way
+
+    def context_kv(self, context: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`LowMPath.context_kv`, for up to 16 rows with the bits of `ops.before_attention`."""
+        if not self._absorbs or not 1 <= len(context) <= MAX_BETWEEN_ROWS:
+            return super().context_kv(context, weight)
+        return ops.context_kv(context, weight, backend="cute", workspace=self._between)
+
+    def stores_context(self, rows: int, block_rows: int, paths: "BlockPaths", layer_views: Sequence[torch.Tensor]) -> bool:
+        """`LowMPath.stores_context`."""
+        fits = self._absorbs and 1 <= rows <= MAX_BETWEEN_ROWS and block_rows <= MAX_BETWEEN_ROWS
+        return fits and self._stores_into(layer_views, paths) and ops.context_into_refusal(layer_views) is None
+
+    def _stores_into(self, layer_views: Sequence[torch.Tensor], paths: "BlockPaths") -> bool:
+        """Whether launches store latents to these layers of the pool."""
+        direct = paths.direct_pool_write and paths.latent_norm_rope == "cute"
+        return direct and all(view.dtype is self._dtype and ops.latents_into_refusal(view) is None for view in layer_views)
 
     def layers(self, layers: Sequence["DrafterLayer"], x: torch.Tensor, context: "BlockContext") -> torch.Tensor:
         """`LowMPath.layers`."""
@@ -60,12 +80,14 @@ class PersistentPath(LowMPath):
             return super().layers(layers, x, context)
         hidden, options = x.flatten(0, 1), {"backend": "cute", "workspace": self._between, "early": self.launches_early}
         fronts = [self._before(layer, view, context) for layer, view in zip(layers, context.layer_views, strict=True)]
-        made = ops.before_attention(hidden, fronts[0], **options)
+        made = ops.before_attention(hidden, fronts[0], context=context.new_context, **options)
         for index, layer in enumerate(layers):
             view, following = context.layer_views[index], fronts[index + 1] if index + 1 < len(layers) else None
             queries = self._write_latents_and_absorb(layer, fronts[index], made, x.shape[:2], view, context)
-            early = self.launches_early and fronts[index].latents is not None
-            values = self._attend(layer, queries, view, context, early=early)
+            early = self.launches_early and fronts[index].latents is not None and queries[0, ..., 0].numel() <= EARLY_QUERIES
+            # An early one may fetch context before the launch in front of it has ended, but not what the first one stores.
+            late_rows = MAX_BETWEEN_ROWS if index == 0 and context.new_context is not None else 0
+            values = self._attend(layer, queries, view, context, early=early, late_rows=late_rows)
             made = ops.between_attentions(values, hidden, _after(layer), following, **options)
             hidden = made.hidden
         return hidden.view(x.shape)
@@ -75,8 +97,7 @@ class PersistentPath(LowMPath):
         attn, paths, absorption, latents = layer.self_attn, context.paths, None, None
         if self._absorbs:
             absorption = Absorption(attn.key_weights, context.cos_sin.flatten(0, 1))
-            stores = paths.direct_pool_write and paths.latent_norm_rope == "cute" and view.dtype is attn.key_weights.dtype
-            if stores and ops.latents_into_refusal(view) is None:
+            if self._stores_into((view,), paths):
                 latents = LatentsInto(_normed_by(attn.kv_a_layernorm), view, context.rows.where)
         return BeforeAttention(
             _normed_by(layer.input_layernorm), attn.qkv_a_weight, _normed_by(attn.q_a_layernorm), attn.q_b_proj.weight,
@@ -84,9 +105,17 @@ class PersistentPath(LowMPath):
         )  # fmt: skip
 
     @staticmethod
-    def _attend(layer: "DrafterLayer", queries: torch.Tensor, view: torch.Tensor, context: "BlockContext", *, early: bool):
+    def _attend(
+        layer: "DrafterLayer",
+        queries: torch.Tensor,
+        view: torch.Tensor,
+        context: "BlockContext",
+        *,
+        early: bool,
+        late_rows: int,
+    ) -> torch.Tensor | ops.AttentionParts:
         """Values [B * N, heads * v_head_dim], merged or to be merged.  early: the launch that made queries and latents was the
-        one before."""
+        one before, and stored at most late_rows rows of each context."""
         config, matrices = layer.self_attn.config, layer.self_attn.value_weights.transpose(1, 2)
         if context.paths.attention == "cute":
             reason = ops.attention_parts_refusal(
@@ -94,7 +123,7 @@ class PersistentPath(LowMPath):
                 v_head_dim=config.v_head_dim, dtype=queries.dtype,
             )  # fmt: skip
             if reason is None:
-                return layer.attend_parts(queries, view, context, matrices, early=early)
+                return layer.attend_parts(queries, view, context, matrices, early=early, late_rows=late_rows)
         return layer.attend(queries, view, context, matrices).flatten(0, 1).flatten(1)
 
     def _write_latents_and_absorb(
@@ -125,8 +154,9 @@ def between_sizes(config: "DrafterConfig") -> BetweenSizes:
         width=config.q_lora_rank + config.latent_dim,
         queries=heads * config.qk_head_dim,
         heads=heads,
+        layers=config.num_hidden_layers,
     )
-    return sizes if ops.absorption_refusal(sizes, config.qk_nope_head_dim) is None else replace(sizes, heads=0)
+    return sizes if ops.absorption_refusal(sizes, config.qk_nope_head_dim) is None else replace(sizes, heads=0, layers=0)
 
 
 def _normed_by(norm: "RMSNorm") -> NormedBy:

@@ -89,7 +89,8 @@ _AUTO: dict[str, tuple[tuple[str, str], ...]] = {
         (Attention.TORCH, "the reference"),
     ),
     "latent_norm_rope": (
-        (LatentNormRope.TRITON, f"as fast as cute and faster than torch, {_MEASURED}"),
+        (LatentNormRope.CUTE, f"as fast as triton, and the one with which gemm=persistent stores latents, {_MEASURED}"),
+        (LatentNormRope.TRITON, f"faster than torch, {_MEASURED}"),
         (LatentNormRope.TORCH, "the reference"),
     ),
     "gemm": (

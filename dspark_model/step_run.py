@@ -96,10 +96,9 @@ class DraftedRows:
         if draft is None:
             return cls(torch.full((batch, num_drafts), NO_TOKEN, dtype=torch.int64, device=result.slots.device), None)
         tokens = _spread(draft.draft_tokens, drafted, batch, NO_TOKEN)
-        if draft.confidence_logits is None:
+        if draft.confidence is None:
             return cls(tokens, None)
-        # exactly 0 for the -inf of dummy rows
-        return cls(tokens, _spread(torch.sigmoid(draft.confidence_logits), drafted, batch, 0.0))
+        return cls(tokens, _spread(draft.confidence.probability, drafted, batch, 0.0))
 
 
 def _spread(rows: torch.Tensor, drafted: torch.Tensor | None, batch: int, filler: float) -> torch.Tensor:
@@ -114,23 +113,24 @@ def _spread(rows: torch.Tensor, drafted: torch.Tensor | None, batch: int, filler
 @dataclass(frozen=True, slots=True, eq=False)
 class _Projected:
     """context: [M, hidden]; chunk_latents: of each chunk [L, n, D]; row_latents: of all K + 1 rows of the generation rows
-    [L, Bg, K + 1, D], and row_start int64 [Bg], where they begin; None for both without such rows."""
+    [L, Bg, K + 1, D], None if the layers make them; and where these rows stand; None for both without such rows."""
 
     context: torch.Tensor
     chunk_latents: list[torch.Tensor]
     row_latents: torch.Tensor | None
-    row_start: torch.Tensor | None
+    places: ContextRows | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
     """The R rows that draft.  drafted: int64 [R], None for all rows; slots: int64 [R]; rows: their bookkeeping; x: [R, N,
-    hidden], the embedded block."""
+    hidden], the embedded block; new_context: what its layers store first, see `BlockContext`."""
 
     drafted: torch.Tensor | None
     slots: torch.Tensor
     rows: StepRows
     x: torch.Tensor
+    new_context: ops.ContextInto | None
 
 
 class StepRun:
@@ -159,6 +159,7 @@ class StepRun:
         self._num_drafts = shape.num_drafts
         self._device = model.device
         self._first_row = len(plan.context)
+        self._defers = self._layers_store_context()
 
     def run(self) -> StepResult:
         overlapped = self._paths.overlap_context_projection and self._plan.is_pure_generation
@@ -169,18 +170,19 @@ class StepRun:
     def _begin(self) -> tuple["_Projected", StepRows, "_Block | None"]:
         """What needs no row of the pool, one after the other; without a block where nothing is drafted."""
         projected, rows = self._project(), self._advance()
-        return projected, rows, self._embed(rows)
+        return projected, rows, self._embed(rows, projected.context, projected.places)
 
     def _begin_overlapped(self) -> tuple["_Projected", StepRows, "_Block | None"]:
         """`_begin` of generation rows alone, the projection on the side stream.  The places of its rows are made beside its
         long product, and so is all that follows the verdict."""
         with self._side.fork():
             context = self._project_rows()
-        places = self._places()
-        with self._side.fork(places.cos_sin):
-            projected = _Projected(context, [], self._row_latents(context, places), places.start)
-        rows = self._advance()
-        block = self._embed(rows)
+        places, latents = self._places(), None
+        if not self._defers:
+            with self._side.fork(places.cos_sin):
+                latents = self._row_latents(context, places)
+        projected, rows = _Projected(context, [], latents, places), self._advance()
+        block = self._embed(rows, context, places)
         self._side.join()
         if not self._paths.fused_prologue:
             # The plain step is the specification: it projects where it says so.
@@ -193,7 +195,7 @@ class StepRun:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _project(self) -> "_Projected":
-        model, contexts, chunk_latents, row_latents, row_start = self._model, [], [], None, None
+        model, contexts, chunk_latents, row_latents, places = self._model, [], [], None, None
         for chunk in self._plan.context:
             context = model.project_context(chunk.target_hidden, self._low_m)
             positions = chunk.start_position + torch.arange(context.shape[0], device=self._device)
@@ -201,12 +203,12 @@ class StepRun:
             contexts.append(context)
         if self._plan.generation is not None:
             context, places = self._project_rows(), self._places()
-            row_latents, row_start = self._row_latents(context, places), places.start
+            row_latents = None if self._defers else self._row_latents(context, places)
             contexts.append(context)
         if not contexts:
             contexts = [torch.empty(0, model.config.hidden_size, dtype=model.dtype, device=self._device)]
         context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
-        return _Projected(context, chunk_latents, row_latents, row_start)
+        return _Projected(context, chunk_latents, row_latents, places)
 
     def _project_rows(self) -> torch.Tensor:
         """Context of all K + 1 rows of the generation rows, [Bg * (K + 1), hidden]."""
@@ -301,15 +303,33 @@ class StepRun:
             self._store_rows(latents[:, None], start, count, self._slots[index : index + 1])
         if row_latents is not None:
             here = slice(self._first_row, None)
-            self._store_rows(row_latents, projected.row_start, rows.num_committed[here], self._slots[here])
+            self._store_rows(row_latents, projected.places.start, rows.num_committed[here], self._slots[here])
 
     def _store_rows(self, latents: torch.Tensor, start: torch.Tensor, count: torch.Tensor, slots: torch.Tensor) -> None:
         pool = self._pool
         fused = self._paths.fused_prologue
         ops.context_store(pool.layer_views, latents, start, count, slots, pool.page_table, pool.num_pages, fused=fused)
 
-    def _embed(self, rows: StepRows) -> "_Block | None":
-        """The block of the rows that draft; None where none does."""
+    def _layers_store_context(self) -> bool:
+        """Whether the latents of the generation rows are left to the layers of their blocks."""
+        plan, low_m, batch = self._plan, self._low_m, len(self._plan.requests)
+        if low_m is None or not self._paths.fused_prologue or not plan.is_pure_generation or len(plan.drafted) < batch:
+            return False
+        counts = batch * (self._num_drafts + 1), batch * self._shape.rows
+        return low_m.stores_context(*counts, self._paths.of_block(low_m, self._side), self._pool.layer_views)
+
+    def _new_context(self, rows: StepRows, context: torch.Tensor, places: ContextRows) -> ops.ContextInto:
+        """The generation rows, for the layers to store; of each the committed ones."""
+        pool = self._pool
+        where = ops.context_addresses(
+            places.start, rows.num_committed, self._slots, pool.page_table, pool.num_pages, rows=self._num_drafts + 1,
+            page_size=pool.config.page_size, fused=True,
+        )  # fmt: skip
+        return self._context_latents.into(context, places.cos_sin.flatten(0, 1), pool.layer_views, where)
+
+    def _embed(self, rows: StepRows, context: torch.Tensor, places: ContextRows | None) -> "_Block | None":
+        """The block of the rows that draft; None where none does.  context, places: of the generation rows, if the layers store
+        them."""
         plan, slots, drafted = self._plan, self._slots, None
         if not plan.drafted:
             return None
@@ -317,7 +337,8 @@ class StepRun:
             drafted = self._integers(list(plan.drafted))
             rows, slots = rows.select(drafted), slots[drafted]
         x = self._model.embed_block(rows.anchors, self._shape.rows, fused=self._paths.fused_prologue)
-        return _Block(drafted, slots, rows, x)
+        new_context = self._new_context(rows, context, places) if self._defers else None
+        return _Block(drafted, slots, rows, x, new_context)
 
     def _draft(self, context: torch.Tensor, rows: StepRows, block: "_Block | None") -> StepResult:
         if block is None:
@@ -337,6 +358,7 @@ class StepRun:
             max_seq_len=min(self._plan.max_length, pool.max_rows),
             window=pool.config.context_window,
             paths=self._paths.of_block(self._low_m, self._side),
+            new_context=block.new_context,
         )
         hidden = model.decode_block(block.x, context)[:, draft_rows(model.config, self._num_drafts)]
         params = [self._plan.sampling[index] for index in self._plan.drafted]

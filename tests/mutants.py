@@ -20,8 +20,8 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "rejected_rows_are_stored", "dspark_model/step_run.py",
-        "self._store_rows(row_latents, projected.row_start, rows.num_committed[here], self._slots[here])",
-        "self._store_rows(row_latents, projected.row_start, rows.num_committed[here] * 0 + 8, self._slots[here])",
+        "self._store_rows(row_latents, projected.places.start, rows.num_committed[here], self._slots[here])",
+        "self._store_rows(row_latents, projected.places.start, rows.num_committed[here] * 0 + 8, self._slots[here])",
         "test_step_modes.py::test_only_committed_rows_are_stored[3]",
     ),
     Mutant(
@@ -139,7 +139,7 @@ MUTANTS = (
         "test_packing.py::test_layers_are_replaced_at_any_depth_and_compute_the_same",
     ),
     Mutant(
-        "count_of_committed_rows_is_off_by_one", "dspark_model/ops/context_store.py",
+        "count_of_committed_rows_is_off_by_one", "dspark_model/ops/context_addresses.py",
         "index < count[:, None]",
         "index <= count[:, None]",
         "ops/test_context_store.py::test_edges[0-0-3-0]",
@@ -861,6 +861,44 @@ MUTANTS = (
         needs="gpu",
     ),
     Mutant(
+        "kernel_owns_rows_that_were_not_committed", "kernels/dspark_kernels/triton/context_addresses.py",
+        "(row < tl.load(count_ptr + request)) & ",
+        "",
+        "ops/test_context_addresses.py::test_matches_a_loop[8-16]",
+    ),
+    Mutant(
+        "context_is_stored_for_blocks_of_other_launches", "dspark_model/persistent.py",
+        " and block_rows <= MAX_BETWEEN_ROWS",
+        "",
+        "test_persistent.py::test_larger_blocks_store_their_context_before",
+    ),
+    Mutant(
+        "context_is_fetched_while_it_is_stored", "dspark_model/persistent.py",
+        "late_rows = MAX_BETWEEN_ROWS if",
+        "late_rows = 0 if",
+        "test_persistent.py::test_the_layers_store_the_context_of_generation_rows[off]",
+    ),
+    Mutant(
+        "context_into_takes_layers_of_other_pools", "dspark_model/ops/context_into.py",
+        "f\"layer_views[{i}]\": (view, (*view.shape[:2], latent), like.dtype)",
+        "f\"layer_views[{i}]\": (view, view.shape, like.dtype)",
+        "ops/test_context_into.py::test_what_does_not_fit_is_refused",
+    ),
+    Mutant(
+        "context_is_stored_before_all_of_it_is_made", "kernels/dspark_kernels/cute/between_attentions_latents.py",
+        "look_for(work.counters + LINE * place, launch * facts.products[place].tiles)",
+        "pass",
+        "ops/test_context_into.py::test_the_launches_keep_bounds_and_bits[k3-8]",
+        needs="gpu",
+    ),
+    Mutant(
+        "context_has_the_first_layers_norm", "kernels/dspark_kernels/cute/between_attentions_latents.py",
+        "weight = context.norms + layer * (facts.latent - facts.rotary)",
+        "weight = context.norms",
+        "ops/test_context_into.py::test_the_launches_keep_bounds_and_bits[k3-8]",
+        needs="gpu",
+    ),
+    Mutant(
         "into_takes_heads_of_any_size", "dspark_model/ops/between_workspace.py",
         "if nope != NOPE or sizes",
         "if sizes",
@@ -894,8 +932,8 @@ MUTANTS = (
     ),
     Mutant(
         "into_stores_rows_that_are_not_owned", "kernels/dspark_kernels/cute/between_attentions_latents.py",
-        "stored = (into.owned + row).load() != 0",
-        "stored = cutlass.Boolean(True)",
+        "stored, turned = (where.owned + row).load() != 0, facts.latent - facts.rotary",
+        "stored, turned = cutlass.Boolean(True), facts.latent - facts.rotary",
         "ops/test_into_attention.py::test_the_launches_keep_bounds_and_bits[k3-7-True]",
         needs="gpu",
     ),
@@ -908,9 +946,16 @@ MUTANTS = (
     ),
     Mutant(
         "early_attention_fetches_rows_of_the_block", "kernels/dspark_kernels/cute/block_attention_fetch.py",
-        "ahead = token + KEYS <= cutlass.Int32((requests.context_lens + pair.request).load())",
+        "ahead = token + KEYS + facts.late_rows <= cutlass.Int32((requests.context_lens + pair.request).load())",
         "ahead = cutlass.Boolean(True)",
-        "ops/test_into_attention.py::test_an_early_attention_waits_for_its_queries_and_rows",
+        "ops/test_into_attention.py::test_an_early_attention_waits_for_its_queries_and_rows[2041-0]",
+        needs="gpu",
+    ),
+    Mutant(
+        "early_attention_fetches_late_context", "kernels/dspark_kernels/cute/block_attention_fetch.py",
+        "ahead = token + KEYS + facts.late_rows <=",
+        "ahead = token + KEYS <=",
+        "ops/test_into_attention.py::test_an_early_attention_waits_for_its_queries_and_rows[2048-32]",
         needs="gpu",
     ),
     Mutant(

@@ -159,8 +159,30 @@ def test_cute_does_not_write_into_an_fp8_pool():
     assert resolve_runtime(dataclasses.replace(runtime, latent_norm_rope="triton"), surroundings).takes("direct_pool_write")
 
 
+def test_auto_takes_cute_norms_where_the_launches_of_persistent_store_them(model, monkeypatch):
+    def found(dtype=torch.float32, persistent=None):
+        return fast_paths.cute_norm_obstacle(model, own_pool(model, dtype=dtype), persistent)
+
+    assert found() == fast_paths.cute_obstacle(model.device)
+    monkeypatch.setattr(fast_paths, "cute_obstacle", lambda _: None)
+    assert found() is None
+    assert found(FP8) == Obstacle("it has no form that stores into an fp8 pool", avoidable=True)
+    wanted = Obstacle("it helps only gemm=persistent, which cannot run: no Hopper", avoidable=True)
+    assert found(persistent=Obstacle("no Hopper")) == wanted
+    for obstacle, backend in ((None, "cute"), (wanted, "triton")):
+        against = {"latent_norm_rope": {"triton": None, "cute": obstacle}}
+        surroundings = Surroundings(torch.bfloat16, torch.bfloat16, dict.fromkeys(SWITCHES), against)
+        assert resolve_runtime(RuntimeConfig(), surroundings)["latent_norm_rope"].in_force == backend
+        asked = RuntimeConfig(latent_norm_rope="cute")
+        assert resolve_runtime(asked, surroundings)["latent_norm_rope"].in_force == "cute"
+
+
 def test_persistent_products_need_the_merged_projections():
-    against = {"latent_norm_rope": {"triton": None}, "gemm": {"low_m": None, "persistent": None}, "merged_qkv_a": {"on": None}}
+    against = {
+        "latent_norm_rope": {"triton": None, "cute": None},
+        "gemm": {"low_m": None, "persistent": None},
+        "merged_qkv_a": {"on": None},
+    }
     surroundings = Surroundings(torch.bfloat16, torch.bfloat16, dict.fromkeys(SWITCHES), against)
     runtime = RuntimeConfig(gemm="persistent")
     for merged in ("auto", "on"):
@@ -185,7 +207,7 @@ def test_every_backend_is_asked_about(model):
     backends = fast_paths.backends(model, own_pool(model))
     assert backends["latent_norm_rope"] == {
         "triton": fast_paths.triton_obstacle(model.device),
-        "cute": fast_paths.cute_obstacle(model.device),
+        "cute": fast_paths.cute_norm_obstacle(model, own_pool(model), fast_paths.persistent_obstacle(model)),
     }
     assert backends["merged_qkv_a"] == {"on": fast_paths.merged_qkv_a_obstacle(model)}
     assert backends["attention"] == {

@@ -68,7 +68,7 @@ def draft_the_truth(worker: DFlashWorker, monkeypatch, text: list[int], wrong_ev
         following = text[at + 1 : at + 1 + worker.num_drafts]
         wrong = [bool(wrong_every) and (at + 1 + k) % wrong_every == 0 for k in range(len(following))]
         tokens = [(token + is_wrong) % VOCAB for token, is_wrong in zip(following, wrong, strict=True)]
-        return BlockDraft(torch.tensor([tokens]), honest.base_logits, honest.biased_logits, honest.confidence_logits)
+        return BlockDraft(torch.tensor([tokens]), honest.base_logits, honest.biased_logits, honest.confidence)
 
     monkeypatch.setattr(worker.model, "draft", draft)
 

@@ -100,6 +100,7 @@ for batch, rows in ((1, DRAFTS), (3, DRAFTS + 1)):
     ops.decode_block_table(integers(batch, 5000), 1 << 33, fused=True)
     ops.refresh_block_table(integers(batch, 9), LAYERS, 2, slots, table, lens, fused=True)
     ops.context_rows(slots, lens, torch.zeros(99, ROPE), rows, fused=True)
+    ops.context_addresses(slots, slots, slots, table, lens, rows=rows, page_size=PAGE, fused=True)
     for given in (0, 1, batch):
         ops.step_prologue(
             slots,

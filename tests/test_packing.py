@@ -88,8 +88,12 @@ def test_a_packed_drafter_drafts_the_same(variant, tmp_path):
     assert make_worker(model).describe()["linear_layers"] == "weights packed for few rows on a CPU"
     packed = draft(model)
     assert_bitwise_equal(packed.draft_tokens, plain.draft_tokens)
-    for name in ("base_logits", "biased_logits", "confidence_logits"):
-        ours, theirs = getattr(packed.trace.draft, name), getattr(plain.trace.draft, name)
+    for name, of in (
+        ("base_logits", lambda drafted: drafted.base_logits),
+        ("biased_logits", lambda drafted: drafted.biased_logits),
+        ("confidence", lambda drafted: drafted.confidence.logits),
+    ):
+        ours, theirs = of(packed.trace.draft), of(plain.trace.draft)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
     model.save_pretrained(tmp_path / "packed")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "packed")]

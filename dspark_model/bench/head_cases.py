@@ -107,7 +107,7 @@ def run_chain(
     if not confidence:
         return chain, None
     tensors = (inputs.hidden, inputs.weight, inputs.bias, inputs.w1, chain.previous_tokens)
-    return chain, ops.confidence(*tensors, backend="torch" if workspace is None else "triton")
+    return chain, ops.confidence(*tensors, backend="torch" if workspace is None else "triton").logits
 
 
 def workspace_for(inputs: HeadInputs, plan: ChainPlan) -> ops.ChainWorkspace:
@@ -220,7 +220,7 @@ def variants(inputs: HeadInputs, usable: dict[str, ChainPlan]) -> dict[str, Call
 
         def work() -> torch.Tensor:
             case = next(turn)
-            return ops.confidence(case.hidden, case.weight, case.bias, case.w1, previous, backend=backend)
+            return ops.confidence(case.hidden, case.weight, case.bias, case.w1, previous, backend=backend).logits
 
         return work
 

@@ -24,7 +24,8 @@ from dspark_model.ops.block_attention import (
     block_attention_refusal,
 )
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
-from dspark_model.ops.confidence import confidence
+from dspark_model.ops.confidence import Confidence, confidence
+from dspark_model.ops.context_addresses import context_addresses
 from dspark_model.ops.context_into import ContextInto, context_into_refusal, context_kv
 from dspark_model.ops.context_rows import ContextRows, context_rows
 from dspark_model.ops.context_store import context_store
@@ -124,4 +125,6 @@ __all__ = [
     "ContextInto",
     "context_into_refusal",
     "context_kv",
+    "context_addresses",
+    "Confidence",
 ]

@@ -55,9 +55,7 @@ def before_attention(
     """`between_attentions` in front of the first attention: only what `before` makes, of hidden [M, H].
 
     context: rows whose latents of all layers are made, and go to the pool, in the same launch; with an absorption, and of at
-    most
-        as many rows as hidden may have.  Its product has the bits of `context_kv`.
-
+        most as many rows as hidden may have.  Its product has the bits of `context_kv`.
     early: of the backend `cute`: it is no cooperative launch, and the attention behind it may begin beside it; else as for
         `between_attentions`.
 

@@ -73,10 +73,10 @@ def between_attentions(
     multiprocessor, unless it is early.
     early: of the backend `cute`: the launch begins where multiprocessors are free while the kernel before it on the stream
         still runs, if that one allows it (programmatic dependent launch), and fetches weights until it has ended.  The weights,
-        the lengths of an `AttentionParts` and, behind values that are given, the workspace's launch before must have been
-        complete when that kernel began; all else may be what it makes or waits for.  It is no cooperative launch, so meanwhile
-        no other early one may run on the device, nor another kernel that waits for CTAs of its own without being a cooperative
-        launch.
+        and the lengths of an `AttentionParts`, must have been complete when that kernel began; all else may be what it makes or
+        waits for.  When it gets to its last product it lets the kernel behind it begin.  It is no cooperative launch, so
+        meanwhile no early one of another stream may run on the device, nor another kernel that waits for CTAs of its own
+        without being a cooperative launch.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; or `cute`, and `between_attentions_refusal` gives a reason,
@@ -158,7 +158,7 @@ def _cute(
     if before is not None:
         front_weights, front, more = front_tensors(before, own, empty)
         weights, tensors, eps = weights | front_weights, tensors | front, front_eps(after.norm.eps, before)
-    form, attention = Form(True, before is not None, absorbed), None if unmerged is None else unmerged.facts
+    form, attention = Form(True, before is not None, absorbed), None if unmerged is None else unmerged.merged_facts
     stored = before is not None and before.latents is not None
     facts = build_facts(own, rows, form, device, early=early, attention=attention, stored=stored)
     launch(facts, unmerged, weights, tensors, (workspace.words, workspace.squares, workspace.counters[form]), eps, **more)

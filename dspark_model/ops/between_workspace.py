@@ -53,8 +53,8 @@ class BetweenSizes:
 class BetweenWorkspace:
     """Words, sums of squares and counters of `between_attentions` and `before_attention` on one device, for one set of sizes.
 
-    One launch uses it at a time: launches of one stream may share it, graph replays too; two streams must not.  It begins as
-    zeros and is left to the kernel from then on.
+    One launch uses it at a time: launches of one stream may share it, graph replays too; two streams must not, but for
+    `context_kv`, of which one may run beside the others.  It begins as zeros and is left to the kernel from then on.
 
     Raises:
         ValueError: `between_attentions_refusal` gives a reason.

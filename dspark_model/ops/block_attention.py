@@ -250,6 +250,7 @@ def attention_parts(
     window: int | None = None,
     slots: torch.Tensor | None = None,
     early: bool = False,
+    late_rows: int = 0,
 ) -> AttentionParts:
     """`block_attention` with value_weights and the backend `cute`, without its second launch: `between_attentions` merges, and
     makes the same bits.  It reads context_lens, seq_lens and value_weights again, on the same stream: they must not be written
@@ -258,7 +259,8 @@ def attention_parts(
     value_weights: values of a column side by side, at multiples of 16 bytes.
     early: the launch begins where multiprocessors are free while the kernel before it on the stream still runs, if that one
         allows it (programmatic dependent launch), and fetches keys until it has ended.  Only `queries`, and rows of latents at
-        or past context_lens[b], may be what that kernel makes: all else must have been complete when it began.
+        or past context_lens[b] - late_rows, may be what that kernel makes: all else must have been complete when it let this
+        one begin.
 
     Raises:
         ValueError: as `block_attention`, or `attention_parts_refusal` gives a reason, or value_weights lie otherwise.
@@ -285,6 +287,7 @@ def attention_parts(
     unmerged = unmerged_attention(
         queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
         causal=causal, window=window, slots=slots, value_weights=value_weights, early=early,
+        late_rows=late_rows,
     )  # fmt: skip
     return AttentionParts((batch * rows, heads * v_head_dim), queries.dtype, queries.device, unmerged)
 

@@ -1,6 +1,16 @@
-"""The logit of P(draft accepted | the drafts before it accepted)."""
+"""P(draft accepted | the drafts before it accepted), and its logit."""
+
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Confidence:
+    """logits: float32 [B, K]; probability: float32 [B, K], their sigmoid."""
+
+    logits: torch.Tensor
+    probability: torch.Tensor
 
 
 def confidence(
@@ -12,13 +22,15 @@ def confidence(
     *,
     slots: torch.Tensor | None = None,
     backend: str = "torch",
-) -> torch.Tensor:
-    """w . [hidden ; W1[previous]] + b in float32: float32 [B, K].
+) -> Confidence:
+    """w . [hidden ; W1[previous]] + b in float32, and its sigmoid.
 
     final_hidden: [B, K, H] after `final_norm`; weight: [H], or [H + R] with `markov_w1` [V, R] and `previous_tokens` int64
     [B, K], ids of the vocabulary; bias: [1].
-    slots: int64 [B], below 0 for dummy rows, whose logits are -inf whatever they hold; None: there are none.
-    backend: `torch`; or `triton`, one launch, which sums in another order: within 2^-18 of the sum of the terms' magnitudes.
+    slots: int64 [B], below 0 for dummy rows, whose logits are -inf and whose probabilities are 0 whatever they hold; None:
+    there are none.
+    backend: `torch`; or `triton`, one launch, which sums in another order: within 2^-18 of the sum of the terms' magnitudes,
+        and probabilities within 2^-20 of the sigmoid of its logits.
 
     Raises:
         ValueError: backend `triton`, and a tensor does not fit.
@@ -27,10 +39,12 @@ def confidence(
         return _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots)
     parts = (final_hidden,) if markov_w1 is None else (final_hidden, markov_w1[previous_tokens])
     logits = torch.cat(parts, dim=-1).float() @ weight.float() + bias.float()
-    return logits if slots is None else torch.where(slots[:, None] >= 0, logits, float("-inf"))
+    if slots is not None:
+        logits = torch.where(slots[:, None] >= 0, logits, float("-inf"))
+    return Confidence(logits, torch.sigmoid(logits))
 
 
-def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> torch.Tensor:
+def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> Confidence:
     import triton
     from dspark_kernels.triton.confidence import confidence_kernel
 
@@ -50,8 +64,8 @@ def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> tor
         )
     if slots is not None and (slots.dtype is not torch.int64 or slots.shape != (batch,) or not slots.is_contiguous()):
         raise ValueError(f"slots: contiguous int64 [{batch}] wanted, got {slots.dtype} {list(slots.shape)}")
-    out = torch.empty((batch, drafts), dtype=torch.float32, device=final_hidden.device)
-    if out.numel():
+    logits, probability = (torch.empty((batch, drafts), dtype=torch.float32, device=final_hidden.device) for _ in range(2))
+    if logits.numel():
         confidence_kernel[(batch * drafts,)](
             final_hidden,
             final_hidden.stride(0),
@@ -62,7 +76,8 @@ def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> tor
             weight,
             bias,
             slots,
-            out,
+            logits,
+            probability,
             drafts,
             hidden,
             rank,
@@ -70,4 +85,4 @@ def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> tor
             RANK_LANES=triton.next_power_of_2(max(rank, 1)),
             num_warps=8,
         )
-    return out
+    return Confidence(logits, probability)

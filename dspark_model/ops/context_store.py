@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dspark_model.ops.context_addresses import context_addresses
 from dspark_model.ops.latent_store import PoolGeometry, bytes_if, fp8_width, latent_store
-from dspark_model.ops.row_addresses import row_addresses
 
 
 def context_store(
@@ -30,11 +30,8 @@ def context_store(
     if fused:
         _fused(layer_views, latents, start, count, slots, page_table, num_pages)
         return
-    index = torch.arange(latents.shape[2], device=slots.device)
-    rows = torch.where(index < count[:, None], start[:, None] + index, -1)
-    at = slots.clamp(min=0)
-    pages_live = torch.where(slots >= 0, num_pages[at], 0)
-    where = row_addresses(rows, page_table[at], pages_live, layer_views[0].shape[1])
+    rows, page_size = latents.shape[2], layer_views[0].shape[1]
+    where = context_addresses(start, count, slots, page_table, num_pages, rows=rows, page_size=page_size)
     latent_store(layer_views, latents, where)
 
 

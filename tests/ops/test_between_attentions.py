@@ -146,15 +146,15 @@ def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
 
 @needs_cute
 @pytest.mark.parametrize("sizes", ABSORBING)
-def test_a_context_is_a_product_in_front_of_the_others(sizes):
+def test_a_context_is_a_product_among_the_others(sizes):
     from dspark_kernels.cute.between_attentions_schedule import MADE
 
     sizes = ABSORBING[sizes]
     facts = dataclasses.replace(facts_of(sizes, 8, True, 132), behind=False, context=sizes.layers)
-    context, *others = facts.products
-    assert (context.name, context.tiles * context.rows) == ("context", sizes.layers * (sizes.width - sizes.q_rank))
-    assert [product.name for product in others] == ["qkv_a", "q_b", "absorb"]
-    assert [facts.awaited(index) for index in range(4)] == [None, MADE, 1, 2]
+    context = facts.products[facts.place("context")]
+    assert context.tiles * context.rows == sizes.layers * (sizes.width - sizes.q_rank)
+    assert [product.name for product in facts.products] == ["qkv_a", "q_b", "context", "absorb"]
+    assert [facts.awaited(index) for index in range(4)] == [MADE, 0, None, 1]
     alone = dataclasses.replace(facts, following=False, heads=0)
     assert alone.products == (context,) and alone.awaited(0) is None
 

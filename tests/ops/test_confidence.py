@@ -31,9 +31,11 @@ def test_matches_float64(backend, dtype, batch, drafts, hidden, rank):
     reads = [tensor for tensor in (rows, weight, bias, w1, previous) if tensor is not None]
     if backend == "triton":
         with watched_memory(*reads):
-            ours = confidence(rows, weight, bias, w1, previous, backend=backend)
+            made = confidence(rows, weight, bias, w1, previous, backend=backend)
     else:
-        ours = confidence(rows, weight, bias, w1, previous)
+        made = confidence(rows, weight, bias, w1, previous)
+    ours = made.logits
+    torch.testing.assert_close(made.probability.double(), torch.sigmoid(ours.double()), rtol=2.0**-20, atol=1e-30)
     assert (ours.dtype, ours.shape) == (torch.float32, (batch, drafts))
     for b in range(batch):
         for k in range(drafts):
@@ -49,7 +51,8 @@ def test_the_fused_sum_has_one_order():
     rows, weight, bias, w1, previous = inputs(3, 4, 300, 7, torch.float32)
     whole = confidence(rows, weight, bias, w1, previous, backend="triton")
     alone = confidence(rows[1:2], weight, bias, w1, previous[1:2], backend="triton")
-    assert_bitwise_equal(alone, whole[1:2])
+    assert_bitwise_equal(alone.logits, whole.logits[1:2])
+    assert_bitwise_equal(alone.probability, whole.probability[1:2])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -67,10 +70,11 @@ def test_logits_of_dummy_rows_are_minus_infinity_whatever_they_hold(backend, ran
             ours = confidence(rows, weight, bias, w1, previous, slots=at, backend=backend)
     else:
         ours = confidence(rows, weight, bias, w1, previous, slots=at)
-    assert (ours[dummies] == -torch.inf).all()
-    assert_bitwise_equal(ours[~dummies], whole[~dummies])
-    zeros = torch.sigmoid(ours)[dummies]
+    assert (ours.logits[dummies] == -torch.inf).all()
+    assert_bitwise_equal(ours.logits[~dummies], whole.logits[~dummies])
+    zeros = ours.probability[dummies]
     assert_bitwise_equal(zeros, torch.zeros_like(zeros))
+    assert_bitwise_equal(ours.probability[~dummies], whole.probability[~dummies])
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from between_kit import ABSORBING, K3, inputs, into_attention, layers
+from between_kit import ABSORBING, context_of, inputs, into_attention, layers
 from kernel_kit import watched_memory
 from late_kit import copy_late
 
 from dspark_model.ops import (
     BeforeAttention,
     BetweenOutput,
+    BetweenSizes,
     BetweenWorkspace,
+    RowAddresses,
     attention_parts,
     before_attention,
     between_attentions,
@@ -22,6 +24,7 @@ from dspark_model.ops.between_workspace import MAX_BETWEEN_ROWS, absorption_refu
 from dspark_model.testing import assert_bitwise_equal
 
 K3_HEADS = ABSORBING["k3"]
+LAYERS = BetweenSizes(1024, 8 * 128, 256, 256, 256 + 576, 8 * 192, heads=8, layers=3)  # with K3's attention
 
 
 def check_absorbed(made, before: BeforeAttention) -> None:
@@ -160,19 +163,21 @@ def test_the_launches_keep_bounds_and_bits(sizes, rows, stored):
 class Layers:
     """Layers over a pool with a context, whose attention begins beside the products in front of it, or not."""
 
-    def __init__(self, contexts: list[int], rows: int, count: int = 3):
-        self.contexts, self.rows, latent = contexts, rows, K3.width - K3.q_rank
-        self.weights = [layers(K3_HEADS, "cuda", torch.bfloat16) for _ in range(count)]
+    def __init__(self, contexts: list[int], rows: int, *, new_rows: int = 0):
+        """new_rows: of the end of the only request's context, which the first launch stores."""
+        self.contexts, self.rows, self.new_rows, latent = contexts, rows, new_rows, LAYERS.width - LAYERS.q_rank
+        self.context = context_of(LAYERS, new_rows, "cuda", torch.bfloat16) if new_rows else None
+        self.weights = [layers(LAYERS, "cuda", torch.bfloat16) for _ in range(LAYERS.layers)]
         self.values = (torch.randn(8, 128, 512) * 512**-0.5).to("cuda", torch.bfloat16).transpose(1, 2)
         pages = max(contexts) // 32 + 2
-        self.pool = torch.randn(len(contexts) * pages, count, 32, latent).to("cuda", torch.bfloat16)
+        self.pool = torch.randn(len(contexts) * pages, LAYERS.layers, 32, latent, device="cuda").bfloat16()
         self.table = torch.randperm(len(contexts) * pages).view(len(contexts), pages).int().cuda()
         self.context_lens = torch.tensor(contexts, device="cuda")
         self.seq_lens = self.context_lens + rows
         total = len(contexts) * rows
-        self.hidden = torch.randn(total, K3.hidden).to("cuda", torch.bfloat16)
-        self.fronts = [into_attention(K3_HEADS, before, total) for _, before in self.weights]
-        self.workspace = BetweenWorkspace(K3_HEADS, torch.device("cuda"))
+        self.hidden = torch.randn(total, LAYERS.hidden).to("cuda", torch.bfloat16)
+        self.fronts = [into_attention(LAYERS, before, total) for _, before in self.weights]
+        self.workspace = BetweenWorkspace(LAYERS, torch.device("cuda"))
         self.offsets, self.pages = (torch.empty(total, dtype=torch.int64, device="cuda") for _ in range(2))
         self.place()
 
@@ -189,13 +194,18 @@ class Layers:
             where = dataclasses.replace(front.latents.where, pages=self.pages, offsets=self.offsets)
             latents = dataclasses.replace(front.latents, layer_view=self.pool[:, index], where=where)
             fronts.append(dataclasses.replace(front, latents=latents))
-        hidden = self.hidden
-        last = before_attention(hidden, fronts[0], **options)
+        hidden, context = self.hidden, None
+        if self.new_rows:
+            at = torch.arange(self.contexts[0] - self.new_rows, self.contexts[0], device="cuda")
+            pages, owned = self.table[0].long()[at // 32], torch.ones(self.new_rows, dtype=torch.bool, device="cuda")
+            where = RowAddresses(pages, at % 32, owned)
+            context = dataclasses.replace(self.context, layer_views=self.pool.unbind(1), where=where)
+        last = before_attention(hidden, fronts[0], context=context, **options)
         for index, (after, _) in enumerate(self.weights):
             queries = last.absorbed.unflatten(0, (len(self.contexts), self.rows))
             parts = attention_parts(
                 queries, self.pool[:, index], self.table, self.context_lens, self.seq_lens, kv_lora_rank=512,
-                softmax_scale=0.1, value_weights=self.values, early=early,
+                softmax_scale=0.1, value_weights=self.values, early=early, late_rows=0 if index else self.new_rows,
             )  # fmt: skip
             following = fronts[index + 1] if index + 1 < len(fronts) else None
             last = between_attentions(parts, hidden, after, following, **options)
@@ -215,6 +225,21 @@ def test_attentions_that_begin_beside_the_products_change_no_bit(contexts, rows)
         assert_bitwise_equal(work.pool, pool)
         for own, other in zip(work.run(early=True), wanted, strict=True):
             assert_bitwise_equal(own.hidden, other.hidden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [8, 63, 64, 71, 72, 2048, 32768])
+def test_the_first_attention_waits_for_the_context_that_is_stored_in_front_of_it(context):
+    """Rows that are NaN until then."""
+    work = Layers([context], 7, new_rows=8)
+    wanted, pool = work.run(early=False), work.pool.clone()
+    assert not wanted[-1].hidden.isnan().any()
+    for _ in range(10):
+        at = torch.arange(context - 8, context, device="cuda")
+        work.pool[work.table[0].long()[at // 32], :, at % 32] = float("nan")
+        for own, other in zip(work.run(early=True), wanted, strict=True):
+            assert_bitwise_equal(own.hidden, other.hidden)
+        assert_bitwise_equal(work.pool, pool)
 
 
 @pytest.mark.gpu
@@ -239,26 +264,27 @@ def test_a_graph_of_early_launches_replays_with_other_rows_and_lengths():
 
 
 @pytest.mark.gpu
-def test_an_early_attention_waits_for_its_queries_and_rows():
-    """The kernel before it lets it begin at once, and writes queries and block rows, NaN until then, 30 us later."""
-    work = Layers([2041], 7)
+@pytest.mark.parametrize(("context", "late_rows"), [(2041, 0), (2048, 32)])
+def test_an_early_attention_waits_for_its_queries_and_rows(context, late_rows):
+    """The kernel before it lets it begin at once, and writes queries and a page, NaN until then, 30 us later: that with the
+    block's first rows, or the last one of the context."""
+    work, at = Layers([context], 7), (context - 1) // 32
     after, _ = work.weights[0]
-    rows = torch.randn(7 * 8 + 32, 576).to("cuda", torch.bfloat16)  # queries, and the page that holds the block's rows
-    page = int(work.table[0, 2041 // 32])
-    pool = work.pool[:, 0].contiguous()
-    rows[56 : 56 + 2041 % 32] = pool[page, : 2041 % 32]
+    rows = torch.randn(7 * 8 + 32, 576).to("cuda", torch.bfloat16)  # queries, and the page
+    pool, held = work.pool[:, 0].contiguous(), context - at * 32
+    rows[56 : 56 + held] = pool[int(work.table[0, at]), :held]
     # Page 0 of this memory is written late, with the queries in front of it.
     memory = torch.empty(rows.numel() + pool.numel(), dtype=rows.dtype, device="cuda")
     late, pages = memory[: rows.numel()], memory[56 * 576 :].view(-1, 32, 576)
     pages[1:] = pool
     table = (work.table + 1).int()
-    table[0, 2041 // 32] = 0
+    table[0, at] = 0
     queries = memory[: 56 * 576].view(1, 7, 8, 576)
 
     def attend(*, early: bool) -> torch.Tensor:
         parts = attention_parts(
             queries, pages, table, work.context_lens, work.seq_lens, kv_lora_rank=512, softmax_scale=0.1,
-            value_weights=work.values, early=early,
+            value_weights=work.values, early=early, late_rows=late_rows,
         )  # fmt: skip
         return between_attentions(parts, work.hidden, after, None, backend="cute", workspace=work.workspace).values
 
@@ -269,3 +295,16 @@ def test_an_early_attention_waits_for_its_queries_and_rows():
         late.fill_(float("nan"))
         copy_late(late, rows.flatten())
         assert_bitwise_equal(attend(early=True), wanted)
+
+
+@pytest.mark.gpu
+def test_early_launches_of_one_form_follow_each_other():
+    """With values that are given, and nothing between them: each has its own number."""
+    after, before = layers(LAYERS, "cuda", torch.bfloat16)
+    workspace, given = BetweenWorkspace(LAYERS, torch.device("cuda")), inputs(LAYERS, 7, "cuda", torch.bfloat16)
+    options = {"backend": "cute", "workspace": workspace, "early": True}
+    wanted = between_attentions(*given, after, before, **options)
+    for _ in range(300):
+        made = between_attentions(*given, after, before, **options)
+    assert_bitwise_equal(made.queries, wanted.queries)
+    assert workspace.counters[True, True, False, False][-1] == 301

@@ -47,21 +47,22 @@ def _make_tiles(
         # Room for more boxes now would have the other CTAs' sums wait behind them: 244 us a block decode with 2K, 241 so.
         cute.arch.mbarrier_wait(shared.added, 0)
         launch = shared.launch[0]
-    else:
-        launch = this_launch(work, facts)
-        if cutlass.const_expr(not facts.behind and facts.following):
-            cute.arch.griddepcontrol_wait()
-            prepare_rows(weights, rows, work, num_rows, facts)
-            pass_on(shared.multiplied)
+    elif cutlass.const_expr(not facts.behind and facts.following):
+        cute.arch.griddepcontrol_wait()
+        prepare_rows(weights, rows, work, num_rows, facts)
+        pass_on(shared.multiplied)
     held = hold(shared, done, facts)
     cute.arch.griddepcontrol_wait()
+    if cutlass.const_expr(facts.attention is None):
+        launch = this_launch(work, facts)  # which is known when the launch before has ended
     for index in cutlass.range_constexpr(len(facts.products)):
         product = facts.products[index]
         if cutlass.const_expr(facts.early and index == len(facts.products) - 1):
             # The next attention's CTAs, where CTAs of this launch have ended.  When this launch began, it is no help: a block
-            # decode with 2K took 232 us so, 224 as it is, 233 behind the last product.
+            # decode with 2K took 232 us so, 224 as it is, 233 behind the last product.  It has to be behind the wait: what came
+            # before this launch has then ended, and the attention reads context that it may have stored.
             cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(index > 0):  # noqa: SIM102 (decided when it is built, the next on the device)
+        if cutlass.const_expr(index > 0 and facts.awaited(index) is not None):  # noqa: SIM102 (decided when it is built, the next on the device)
             if first_tile(cta, index, facts) < product.tiles:
                 cute.arch.mbarrier_wait(shared.ready + index, 0)
         for tile in cutlass.range(first_tile(cta, index, facts), product.tiles, facts.ctas, unroll=1):

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 
 from dspark_kernels.cute.between_attentions_meet import look_for
-from dspark_kernels.cute.between_attentions_schedule import Context, Into, Rows, Weights, Workspace, first_tile
+from dspark_kernels.cute.between_attentions_schedule import LINE, Context, Into, Rows, Weights, Workspace, first_tile
 from dspark_kernels.cute.block_attention_schedule import CHUNK, WARP
 from dspark_kernels.cute.latent_norm_rope import load_wide, rotated, store_rounded
 
@@ -68,9 +68,9 @@ def store_context(rows: Rows, context: Context, work: Workspace, launch, eps, fa
     """One warp: this CTA's rows and layers of the context, once all of them are made.  The last CTAs begin: the first ones have
     a tile more of the products behind."""
     cta, _, _ = cute.arch.block_idx()
-    own, count = facts.ctas - 1 - cta, context.rows * facts.context
+    own, count, place = facts.ctas - 1 - cta, context.rows * facts.context, facts.place("context")
     if own < count:
-        look_for(work.counters, launch * facts.products[0].tiles)
+        look_for(work.counters + LINE * place, launch * facts.products[place].tiles)
     for number in cutlass.range(own, count, facts.ctas, unroll=1):
         row, layer = cutlass.Int64(number // facts.context), number % facts.context
         kv = rows.context_kv + (row * (facts.context * facts.latent) + layer * facts.latent)

@@ -89,6 +89,7 @@ def tile_rows(count: int, depth: int, ctas: int, *, gated: bool) -> int:
     return min(fitting, key=lambda rows: -(-(count // rows) // ctas) * rows)
 
 
+BEFORE = {"gate_up": "o", "down": "gate_up", "qkv_a": "down", "q_b": "qkv_a", "absorb": "q_b"}  # whose result is x
 MADE = -1
 BLOCK = Product("", 0, 64, 0)  # columns of given rows that are prepared together, as if they were a tile's result
 
@@ -103,8 +104,8 @@ class Facts:
     whose parts are merged first; None: the first product's x is given; behind: whether the products behind an attention are
     made, else only those in front of the next layer's, of the rows in `Rows.residual`; heads: of queries, which become queries
     over latents; 0: they stay as they are; stored: whether the latents go to the pool; context: of how many layers the products
-    of context rows with their latent projections are made too, as one product in front of the others, or alone if nothing
-    follows; then they stay as they are, else they go to the pool.
+    of context rows with their latent projections are made too, as one product, or alone if nothing follows; then they stay as
+    they are, else they go to the pool.  It comes while others wait for what is in front of them.
     """
 
     dtype: torch.dtype
@@ -139,12 +140,15 @@ class Facts:
             product("qkv_a", self.q_rank + self.latent, self.hidden, normed=True),
             product("q_b", self.queries, self.q_rank, normed=True),
         )
-        if self.heads:
-            next_layers += (Product("absorb", self.heads * self.slices, SWIZZLE, NOPE, by_head=True),)
-        if not self.behind:
-            context = (product("context", self.context * self.latent, self.hidden),) if self.context else ()
-            return context + next_layers if self.following else context
-        return own + next_layers if self.following else own
+        absorb = (Product("absorb", self.heads * self.slices, SWIZZLE, NOPE, by_head=True),) if self.heads else ()
+        if self.behind:
+            return (*own, *next_layers, *absorb) if self.following else own
+        context = (product("context", self.context * self.latent, self.hidden),) if self.context else ()
+        return (*next_layers, *context, *absorb) if self.following else context
+
+    def place(self, name: str) -> int:
+        """Of a product among the build's."""
+        return [product.name for product in self.products].index(name)
 
     def awaited(self, index: int) -> int | None:
         """The product whose tiles have to be finished before one's x is there; `MADE`: that is once all CTAs have made what
@@ -152,7 +156,7 @@ class Facts:
         name = self.products[index].name
         if name == "context" or (name == "o" and self.attention is None):
             return None
-        return MADE if name == "o" or (name == "qkv_a" and not self.behind) else index - 1
+        return MADE if name == "o" or (name == "qkv_a" and not self.behind) else self.place(BEFORE[name])
 
     @property
     def rotary(self) -> int:

@@ -5,7 +5,7 @@ each request and tile of query rows to a workspace.  The second adds these parts
 the sums by each head's matrix if there are some (`block_attention_values`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import cuda.bindings.driver as cuda
@@ -165,6 +165,11 @@ class AttentionCall:
     tensors: dict[str, torch.Tensor]
 
     @property
+    def merged_facts(self) -> Facts:
+        """What a merge's build depends on."""
+        return replace(self.facts, early=False, late_rows=0)
+
+    @property
     def merge_arguments(self) -> tuple[Requests, Workspace, Matrices]:
         """What a merge needs of the launch's arguments."""
         _, _, requests, work, matrices, *_ = self.arguments
@@ -277,15 +282,15 @@ def block_attention(
 
 def unmerged_attention(
     queries: torch.Tensor, latents: torch.Tensor, page_table: torch.Tensor, context_lens: torch.Tensor, seq_lens: torch.Tensor,
-    *, early: bool, **options,
+    *, early: bool, late_rows: int, **options,
 ) -> AttentionCall:  # fmt: skip
     """The first of `block_attention`'s launches, with value_weights, for `between_attentions` to merge; B, N and heads >= 1;
-    early: see `Facts`.
+    early, late_rows: see `Facts`.
 
     Raises:
         ValueError: as `block_attention`.
     """
-    form = {"merged": False, "merging_warps": MERGING_WARPS, "group_rows": UNIT_ROWS, "early": early}
+    form = {"merged": False, "merging_warps": MERGING_WARPS, "group_rows": UNIT_ROWS, "early": early, "late_rows": late_rows}
     call = _call(queries, latents, page_table, context_lens, seq_lens, **options, **form)
     _launch_now(call)
     return call

@@ -23,7 +23,8 @@ class Facts:
     two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
     merging_warps: of a CTA that merges; None: one for each of `merge_warps`, whose sums they make.
     merged: the launch merges; else another one does.
-    early: the launch may begin beside the kernel before it, which makes the queries and the latents of the block alone.
+    early: the launch may begin beside the kernel before it, which makes the queries, the latents of the block and at most so
+    many before them, late_rows.
     """
 
     dtype: torch.dtype
@@ -43,6 +44,7 @@ class Facts:
     merging_warps: int | None = None
     merged: bool = True
     early: bool = False
+    late_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.two_tiles and self.width == self.latent:

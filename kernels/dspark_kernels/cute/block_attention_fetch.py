@@ -161,8 +161,8 @@ def fetch(
     """The fetching warp: key tiles tile..last of the list, and the queries of each pair among them.  slots: of `first_slots`;
     fetch_one: a tile's way into its stage.
 
-    Early, it fetches the first tile, if that is of context alone, beside the kernel before.  A CTA without a tile waits for
-    that kernel too: who finds this launch ended may count on that one having ended.
+    Early, it fetches the first tile, if that is of early context alone, beside the kernel before.  A CTA without a tile waits
+    for that kernel too: who finds this launch ended may count on that one having ended.
     """
     done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
     pairs_done = cutlass.Int32(0)
@@ -185,7 +185,7 @@ def fetch(
             pages = _pages_of(table, token, pair, facts)
             ahead = cutlass.Boolean(False)
             if cutlass.const_expr(facts.early) and done == 0:
-                ahead = token + KEYS <= cutlass.Int32((requests.context_lens + pair.request).load())
+                ahead = token + KEYS + facts.late_rows <= cutlass.Int32((requests.context_lens + pair.request).load())
                 if ahead:
                     fetch_one(tma_atom, from_global, to_shared, shared, pages, token, done, facts)
                 cute.arch.griddepcontrol_wait()
@@ -204,6 +204,6 @@ def fetch(
         pairs_done += 1
         tile += pair.count
     if cutlass.const_expr(facts.early):
-        # Sooner, the next launch waits for room beside keys that are on their way: 295 us with 32K, 293 so.
+        # Other warps come here at once: the next launch waits for room as soon as all CTAs of this one have begun.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()

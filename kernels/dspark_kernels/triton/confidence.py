@@ -15,7 +15,8 @@ def confidence_kernel(
     weight_ptr,  # [H + R], or [H]
     bias_ptr,  # [1]
     slots_ptr,  # [B] int64, below 0 for dummy rows; or None
-    out_ptr,  # [B, K] float32
+    logits_ptr,  # [B, K] float32
+    probability_ptr,  # [B, K] float32
     drafts,
     hidden,
     rank,
@@ -44,4 +45,5 @@ def confidence_kernel(
     logit += bias.to(tl.float32)
     if slots_ptr is not None:
         logit = tl.where(slot >= 0, logit, float("-inf"))
-    tl.store(out_ptr + row, logit)
+    tl.store(logits_ptr + row, logit)
+    tl.store(probability_ptr + row, 1.0 / (1.0 + tl.exp(-logit)))
