@@ -65,8 +65,7 @@ def _store_row(kv, pool, where, row, weight, eps, facts: cutlass.Constexpr):
 
 @cute.jit
 def store_context(rows: Rows, context: Context, work: Workspace, launch, eps, facts: cutlass.Constexpr):
-    """One warp: this CTA's rows and layers of the context, once all of them are made.  The last CTAs begin: the first ones have
-    a tile more of the products behind."""
+    """One warp: this CTA's rows and layers of the context, once all of them are made; those of the last CTA come first."""
     cta, _, _ = cute.arch.block_idx()
     own, count, place = facts.ctas - 1 - cta, context.rows * facts.context, facts.place("context")
     if own < count:
