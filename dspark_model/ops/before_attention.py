@@ -85,8 +85,8 @@ def project_rows(hidden: torch.Tensor, before: BeforeAttention) -> BeforeOutput:
 
 def _check(hidden, before: BeforeAttention, context: ContextInto | None = None) -> BetweenSizes:
     """The sizes that are there.  Raises ValueError for tensors that do not fit together."""
-    check_matrices({"hidden [M, H]": hidden, **front_matrices(before)})
-    check_wanted(front_wanted(before, hidden.shape[1]), hidden)
+    check_matrices("before_attention", {"hidden [M, H]": hidden, **front_matrices(before)})
+    check_wanted("before_attention", front_wanted(before, hidden.shape[1]), hidden)
     check_front(before, hidden.shape[0])
     heads, layers = absorption_sizes(before.absorption), 0
     if context is not None:
@@ -120,19 +120,19 @@ def front_wanted(before: BeforeAttention, hidden: int) -> dict:
     }
 
 
-def check_matrices(matrices: dict) -> None:
+def check_matrices(op: str, matrices: dict) -> None:
     """Raises ValueError for tensors that are no matrices."""
     for name, tensor in matrices.items():
         if tensor.ndim != 2:
-            raise ValueError(f"between_attentions wants {name}, got {[*tensor.shape]}")
+            raise ValueError(f"{op} wants {name}, got {[*tensor.shape]}")
 
 
-def check_wanted(wanted: dict, like) -> None:
+def check_wanted(op: str, wanted: dict, like) -> None:
     """Raises ValueError for tensors that have another shape than they should, or another dtype or device than `like`."""
     for name, (tensor, shape) in wanted.items():
         if tensor.shape != shape or tensor.dtype is not like.dtype or tensor.device != like.device:
             raise ValueError(
-                f"between_attentions wants {name} {[*shape]} of {like.dtype} on {like.device}, got {[*tensor.shape]} of "
+                f"{op} wants {name} {[*shape]} of {like.dtype} on {like.device}, got {[*tensor.shape]} of "
                 f"{tensor.dtype} on {tensor.device}"
             )
 

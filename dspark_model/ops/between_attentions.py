@@ -109,7 +109,7 @@ def _check(values, residual, after: AfterAttention, before: BeforeAttention | No
         matrices = {"values [M, V]": values, **matrices}
     if before is not None:
         matrices |= front_matrices(before)
-    check_matrices(matrices)
+    check_matrices("between_attentions", matrices)
     (rows, width), hidden, inner = values.shape, residual.shape[1], after.gate.shape[0]
     wanted = {
         "residual": (residual, (rows, hidden)),
@@ -123,7 +123,7 @@ def _check(values, residual, after: AfterAttention, before: BeforeAttention | No
     if before is not None:
         wanted |= front_wanted(before, hidden)
         (queries, q_rank), outer, heads = before.q_b.shape, before.qkv_a.shape[0], absorption_sizes(before.absorption)
-    check_wanted(wanted, values)
+    check_wanted("between_attentions", wanted, values)
     if before is not None:
         check_front(before, rows)
     return BetweenSizes(hidden, width, inner, q_rank, outer, queries, heads)

@@ -20,7 +20,10 @@ def test_reference_matches_float64(dtype):
     _, before = layers(SMALL, "cpu", dtype)
     hidden = inputs(SMALL, 5, "cpu", dtype)[1]
     check(before_attention(hidden, before), hidden, before)
-    for given, message in ((hidden[0], r"wants hidden \[M, H\]"), (hidden[:, :64], "wants the next layer's norm")):
+    for given, message in (
+        (hidden[0], r"before_attention wants hidden \[M, H\]"),
+        (hidden[:, :64], "before_attention wants the next layer's norm"),
+    ):
         with pytest.raises(ValueError, match=message):
             before_attention(given, before)
     with pytest.raises(ValueError, match="no backend numpy"):
