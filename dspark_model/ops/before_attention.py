@@ -164,7 +164,7 @@ def _cute_before(
         more["context"] = context_arguments(context)
     work = (workspace.words, workspace.squares, workspace.counters[form])
     facts = build_facts(own, max(counts), form, device, early=early, stored=before.latents is not None)
-    eps = front_eps(0.0, before, 0.0 if context is None else context.norm.eps)
+    eps = front_eps(before) | ({} if context is None else {"context": context.norm.eps})
     launch(facts, None, weights, {"residual": hidden, **tensors}, work, eps, **more)
     return BeforeOutput(tensors["qkv_a"], tensors["queries"], over_latents(tensors, own), kv)
 
@@ -185,10 +185,10 @@ def front_tensors(before: BeforeAttention, own: BetweenSizes, empty) -> tuple[di
     return weights, rows, {"into": into_arguments(before.absorption, before.latents)}
 
 
-def front_eps(mlp: float, before: BeforeAttention, context: float = 0.0) -> tuple[float, float, float, float, float]:
-    """Of all norms of a launch, in the kernel's order; mlp: of the one behind an attention; context: of the context's
-    latents."""
-    return mlp, before.norm.eps, before.q_norm.eps, 0.0 if before.latents is None else before.latents.norm.eps, context
+def front_eps(before: BeforeAttention) -> dict[str, float]:
+    """Of the norms in front of an attention, by the kernel's names."""
+    latent = {} if before.latents is None else {"latent": before.latents.norm.eps}
+    return {"attention": before.norm.eps, "q_a": before.q_norm.eps, **latent}
 
 
 def over_latents(rows: dict, own: BetweenSizes) -> torch.Tensor | None:

@@ -154,10 +154,10 @@ def _cute(
     tensors = {
         "values": values, "residual": residual, "h": h, "scaled_h": scaled_h, "gated": gated, "hidden": hidden
     }  # fmt: skip
-    eps, front, more = (after.norm.eps, 0.0, 0.0, 0.0, 0.0), {}, {}
+    eps, front, more = {"mlp": after.norm.eps}, {}, {}
     if before is not None:
         front_weights, front, more = front_tensors(before, own, empty)
-        weights, tensors, eps = weights | front_weights, tensors | front, front_eps(after.norm.eps, before)
+        weights, tensors, eps = weights | front_weights, tensors | front, eps | front_eps(before)
     form, attention = Form(True, before is not None, absorbed), None if unmerged is None else unmerged.merged_facts
     stored = before is not None and before.latents is not None
     facts = build_facts(own, rows, form, device, early=early, attention=attention, stored=stored)

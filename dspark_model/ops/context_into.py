@@ -67,10 +67,8 @@ def _cute(rows, weight, workspace: BetweenWorkspace | None) -> torch.Tensor:
     kv = torch.empty(rows.shape[0], weight.shape[0], dtype=rows.dtype, device=rows.device)
     facts = build_facts(own, rows.shape[0], form, rows.device)
     work = (workspace.words, workspace.squares, workspace.counters[form])
-    launch(
-        facts, None, {"context": weight}, {"context": rows, "context_kv": kv}, work, (0.0,) * 5,
-        context=(rows.shape[0], *(16,) * 9),
-    )  # fmt: skip
+    tensors = {"context": rows, "context_kv": kv}
+    launch(facts, None, {"context": weight}, tensors, work, {}, context=(rows.shape[0],))
     return kv
 
 

@@ -99,7 +99,7 @@ def _check_latents(into: LatentsInto, rows: int, latent: int, normed: int, like:
 
 
 def into_arguments(absorption: Absorption, into: LatentsInto | None) -> tuple[int, ...]:
-    """Addresses and strides in the order of the kernel's `Into`.
+    """Addresses and strides in the order of the kernel's `Into`, those of the absorption first.
 
     Raises:
         ValueError: the kernel cannot take where tensors lie.
@@ -119,8 +119,8 @@ def into_arguments(absorption: Absorption, into: LatentsInto | None) -> tuple[in
             f"an absorption by cute wants cos_sin contiguous and at a multiple of 16 bytes, got strides {cos_sin.stride()}"
         )
     head = (keys.data_ptr(), keys.stride(0), cos_sin.data_ptr())
-    if into is None:  # the kernel does not look at the addresses of what is not there
-        return (*head, *(16,) * 6)
+    if into is None:
+        return head
     view, where = into.layer_view, into.where
     places = (where.pages, where.offsets, where.owned)
     if latents_into_refusal(view) is not None or not all(tensor.is_contiguous() for tensor in places):

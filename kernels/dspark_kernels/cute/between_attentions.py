@@ -162,16 +162,15 @@ def launch(
     weights: Mapping[str, torch.Tensor],
     rows: Mapping[str, torch.Tensor],
     work: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    eps: Sequence[float],
-    into: Sequence[int] = NO_INTO,
-    context: Sequence[int] = NO_CONTEXT,
+    eps: Mapping[str, float],
+    into: Sequence[int] = (),
+    context: Sequence[int] = (),
 ) -> None:
     """One launch on the device's current stream, under a CUDA graph too.
 
-    attention: what makes the first product's x, where `Facts.attention` is its facts; weights, rows: by the names of `Weights`
-    and `Rows`, those that the build's products have; work: words, squares, counters; eps: of the norms of the MLP, of the next
-    layer's, of its queries, of its latents and of the context's; into, context: addresses and numbers in the order of `Into`,
-    if the build has `Facts.heads`, and of `Context`, if it has `Facts.context`.
+    attention: what makes the first product's x, where `Facts.attention` is its facts; weights, rows, eps: by the names of
+    `Weights`, `Rows` and `Eps`, those that the build's products have; work: words, squares, counters; into, context: addresses
+    and numbers in the order of `Into` and of `Context`, as far as the build looks at them.
 
     Raises:
         ValueError: a tensor is not contiguous or does not begin at a multiple of 16 bytes.
@@ -194,5 +193,7 @@ def launch(
         merge = stand_in_merge_arguments() if attention is None else attention.merge_arguments
         num_rows = rows["residual"].shape[0] if "residual" in rows else 1
         places = [tensor.data_ptr() for tensor in work]
-        arguments = _arguments(facts, merge, *addresses, into, context, places, num_rows, eps)
+        into, context = (*into, *NO_INTO[len(into) :]), (*context, *NO_CONTEXT[len(context) :])
+        norms = tuple(eps.get(name, 0.0) for name in Eps._fields)
+        arguments = _arguments(facts, merge, *addresses, into, context, places, num_rows, norms)
         compile_between_attentions(facts, architecture)(*arguments, stream)
