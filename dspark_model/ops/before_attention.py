@@ -4,7 +4,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, Form, build_facts, check_launch, check_workspace
+from dspark_model.ops.between_workspace import (
+    BetweenSizes,
+    BetweenWorkspace,
+    Form,
+    build_facts,
+    check_launch,
+    check_matrices,
+    check_wanted,
+    check_workspace,
+)
 from dspark_model.ops.context_into import ContextInto, check_context, context_arguments, store_context
 from dspark_model.ops.into_attention import (
     Absorption,
@@ -118,23 +127,6 @@ def front_wanted(before: BeforeAttention, hidden: int) -> dict:
         "q_norm": (before.q_norm.weight, (q_rank,)),
         "q_b": (before.q_b, (queries, q_rank)),
     }
-
-
-def check_matrices(op: str, matrices: dict) -> None:
-    """Raises ValueError for tensors that are no matrices."""
-    for name, tensor in matrices.items():
-        if tensor.ndim != 2:
-            raise ValueError(f"{op} wants {name}, got {[*tensor.shape]}")
-
-
-def check_wanted(op: str, wanted: dict, like) -> None:
-    """Raises ValueError for tensors that have another shape than they should, or another dtype or device than `like`."""
-    for name, (tensor, shape) in wanted.items():
-        if tensor.shape != shape or tensor.dtype is not like.dtype or tensor.device != like.device:
-            raise ValueError(
-                f"{op} wants {name} {[*shape]} of {like.dtype} on {like.device}, got {[*tensor.shape]} of "
-                f"{tensor.dtype} on {tensor.device}"
-            )
 
 
 def _cute_before(

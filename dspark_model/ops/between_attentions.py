@@ -7,8 +7,6 @@ import torch
 from dspark_model.ops.before_attention import (
     BeforeAttention,
     check_front,
-    check_matrices,
-    check_wanted,
     front_eps,
     front_matrices,
     front_tensors,
@@ -16,7 +14,16 @@ from dspark_model.ops.before_attention import (
     over_latents,
     project_rows,
 )
-from dspark_model.ops.between_workspace import BetweenSizes, BetweenWorkspace, Form, build_facts, check_launch, check_workspace
+from dspark_model.ops.between_workspace import (
+    BetweenSizes,
+    BetweenWorkspace,
+    Form,
+    build_facts,
+    check_launch,
+    check_matrices,
+    check_wanted,
+    check_workspace,
+)
 from dspark_model.ops.block_attention import AttentionParts
 from dspark_model.ops.into_attention import NormedBy, absorption_sizes
 from dspark_model.ops.low_m_linear import low_m_linear

@@ -142,3 +142,24 @@ def check_launch(rows: int, given, own: BetweenSizes, sizes: BetweenSizes) -> No
         reason = f"it takes 1 to {MAX_BETWEEN_ROWS} rows, got {rows}"
     if reason is not None:
         raise ValueError(f"between_attentions=cute: {reason}; choose torch")
+
+
+def check_matrices(op: str, matrices: dict) -> None:
+    """Raises ValueError for tensors that are no matrices."""
+    for name, tensor in matrices.items():
+        if tensor.ndim != 2:
+            raise ValueError(f"{op} wants {name}, got {[*tensor.shape]}")
+
+
+def check_wanted(op: str, wanted: dict, like: torch.Tensor) -> None:
+    """Raises ValueError for tensors that have another shape than they should, or another dtype or device.
+
+    wanted: tensor and shape by name, and the dtype where it is not that of `like`.
+    """
+    for name, (tensor, shape, *own) in wanted.items():
+        (dtype,) = own or (like.dtype,)
+        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != like.device:
+            raise ValueError(
+                f"{op} wants {name} {[*shape]} of {dtype} on {like.device}, got {[*tensor.shape]} of {tensor.dtype} on "
+                f"{tensor.device}"
+            )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark_model.ops.between_workspace import BetweenWorkspace, Form, build_facts, check_launch, check_workspace
+from dspark_model.ops.between_workspace import BetweenWorkspace, Form, build_facts, check_launch, check_wanted, check_workspace
 from dspark_model.ops.into_attention import NormedBy, latents_into_refusal
 from dspark_model.ops.latent_norm_rope import latent_norm_rope
 from dspark_model.ops.latent_store import PoolGeometry, latent_store
@@ -86,21 +86,16 @@ def check_context(context: ContextInto, hidden: int, latent: int, like: torch.Te
     count, layers, where = context.rows.shape[0], len(context.layer_views), context.where
     rotary = context.cos_sin.shape[-1] if context.cos_sin.ndim else 0
     wanted = {
-        "rows": (context.rows, (count, hidden), like.dtype),
-        "weight": (context.weight, (layers * latent, hidden), like.dtype),
-        "norm": (context.norm.weight, (layers, latent - rotary), like.dtype),
+        "rows": (context.rows, (count, hidden)),
+        "weight": (context.weight, (layers * latent, hidden)),
+        "norm": (context.norm.weight, (layers, latent - rotary)),
         "cos_sin": (context.cos_sin, (count, rotary), torch.float32),
         "pages": (where.pages.reshape(-1), (count,), torch.int64),
         "offsets": (where.offsets.reshape(-1), (count,), torch.int64),
         "owned": (where.owned.reshape(-1), (count,), torch.bool),
     }
-    wanted |= {f"layer_views[{i}]": (view, (*view.shape[:2], latent), like.dtype) for i, view in enumerate(context.layer_views)}
-    for name, (tensor, shape, dtype) in wanted.items():
-        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != like.device:
-            raise ValueError(
-                f"a context wants {name} {[*shape]} of {dtype} on {like.device}, got {[*tensor.shape]} of {tensor.dtype} on "
-                f"{tensor.device}"
-            )
+    wanted |= {f"layer_views[{i}]": (view, (*view.shape[:2], latent)) for i, view in enumerate(context.layer_views)}
+    check_wanted("a context", wanted, like)
 
 
 def context_arguments(context: ContextInto) -> tuple[int, ...]:

@@ -95,8 +95,8 @@ MUTANTS = (
     ),
     Mutant(
         "context_into_takes_layers_of_other_pools", "dspark_model/ops/context_into.py",
-        "f\"layer_views[{i}]\": (view, (*view.shape[:2], latent), like.dtype)",
-        "f\"layer_views[{i}]\": (view, view.shape, like.dtype)",
+        "f\"layer_views[{i}]\": (view, (*view.shape[:2], latent))",
+        "f\"layer_views[{i}]\": (view, view.shape)",
         "ops/test_context_into.py::test_what_does_not_fit_is_refused",
     ),
     Mutant(
