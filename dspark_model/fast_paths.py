@@ -7,6 +7,7 @@ import torch
 from dspark_model.kv_pool import PagedLatents
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.ops import PoolGeometry, between_attentions_refusal, block_attention_refusal
+from dspark_model.ops.alignment import in_steps_of_16_bytes
 from dspark_model.ops.block_attention import BACKENDS as ATTENTION_BACKENDS
 from dspark_model.ops.fp8_rows import FP8
 from dspark_model.packing import PackedLinear
@@ -121,7 +122,7 @@ def attention_obstacle(backend: str, model: MLADSparkForCausalLM, pool: PagedLat
         return Obstacle(reason)
     if backend == "cute" and any(stride % 8 for view in pool.layer_views for stride in view.stride()[:2]):
         return Obstacle("cute wants rows of the pool at multiples of 8 values")
-    if fp8_pool and any(view.data_ptr() % 16 or any(s % 16 for s in view.stride()[:2]) for view in pool.layer_views):
+    if fp8_pool and not all(map(in_steps_of_16_bytes, pool.layer_views)):
         return Obstacle(f"{backend} wants rows of an fp8 pool at multiples of 16 bytes")
     return triton_obstacle(device) if backend in ("triton", "causal_fixup") else None
 

@@ -80,13 +80,14 @@ class PersistentPath(LowMPath):
             return super().layers(layers, x, context)
         hidden, options = x.flatten(0, 1), {"backend": "cute", "workspace": self._between, "early": self.launches_early}
         fronts = [self._before(layer, view, context) for layer, view in zip(layers, context.layer_views, strict=True)]
+        few_queries = x.shape[1] * layers[0].config.num_attention_heads <= EARLY_QUERIES
         made = ops.before_attention(hidden, fronts[0], context=context.new_context, **options)
         for index, layer in enumerate(layers):
             view, following = context.layer_views[index], fronts[index + 1] if index + 1 < len(layers) else None
             queries = self._write_latents_and_absorb(layer, fronts[index], made, x.shape[:2], view, context)
-            early = self.launches_early and fronts[index].latents is not None and queries[0, ..., 0].numel() <= EARLY_QUERIES
             # An early one may fetch context before the launch in front of it has ended, but not what the first one stores.
             late_rows = MAX_BETWEEN_ROWS if index == 0 and context.new_context is not None else 0
+            early = self.launches_early and few_queries and fronts[index].latents is not None
             values = self._attend(layer, queries, view, context, early=early, late_rows=late_rows)
             made = ops.between_attentions(values, hidden, _after(layer), following, **options)
             hidden = made.hidden

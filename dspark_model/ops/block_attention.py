@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dspark_model.ops.alignment import in_steps_of_16_bytes
 from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.fp8_rows import FP8, check_pool_row_width, dequantise_rows
 from dspark_model.ops.per_head_product import per_head_product
@@ -346,7 +347,7 @@ def _triton(queries, latents, page_table, context_lens, seq_lens, *, kv_lora_ran
         processors, shared_bytes = device.multi_processor_count, device.shared_memory_per_block_optin
         by_hand = hopper_kernel_takes((device.major, device.minor), kv_lora_rank, width, latents.dtype)
         # It copies 16 bytes at a time.
-        by_hand = by_hand and _in_steps_of_16_bytes(queries) and _in_steps_of_16_bytes(latents)
+        by_hand = by_hand and in_steps_of_16_bytes(queries) and in_steps_of_16_bytes(latents)
     return launch(
         queries,
         latents,
@@ -394,16 +395,11 @@ def _cute(queries, latents, page_table, context_lens, seq_lens, *, max_seq_len: 
 _BACKENDS = {"triton": _triton, "cute": _cute, "causal_fixup": _causal_fixup, "flashinfer": _flashinfer}
 
 
-def _in_steps_of_16_bytes(tensor: torch.Tensor) -> bool:
-    """Whether every row begins at a multiple of 16 bytes."""
-    return tensor.data_ptr() % 16 == 0 and all(stride * tensor.element_size() % 16 == 0 for stride in tensor.stride()[:-1])
-
-
 def _check_kernel_takes(queries, latents, page_table, context_lens, seq_lens, slots) -> None:
     """Raises ValueError for tensors that the kernels do not know."""
     if latents.dtype is FP8:
         check_pool_row_width(latents, queries.shape[-1])
-        if not _in_steps_of_16_bytes(latents):
+        if not in_steps_of_16_bytes(latents):
             raise ValueError(f"rows of the fp8 pool begin {latents.stride()} bytes apart; wanted multiples of 16 for all")
     elif queries.dtype is not latents.dtype:
         raise ValueError(f"queries are {queries.dtype} and latents {latents.dtype}; wanted one dtype for both")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model.ops.absorb_queries import absorb_queries
+from dspark_model.ops.alignment import in_steps_of_16_bytes
 from dspark_model.ops.between_workspace import NOPE
 from dspark_model.ops.latent_norm_rope import latent_norm_rope
 from dspark_model.ops.latent_store import latent_store
@@ -109,7 +110,7 @@ def into_arguments(absorption: Absorption, into: LatentsInto | None) -> tuple[in
         raise ValueError(
             f"an absorption by cute wants heads of {NOPE} values that are not turned, got {keys.shape[1]}; choose torch"
         )
-    if keys.stride(2) != 1 or keys.stride(1) != keys.shape[2] or keys.stride(0) % 8 or keys.data_ptr() % 16:
+    if keys.stride()[1:] != (keys.shape[2], 1) or not in_steps_of_16_bytes(keys):
         raise ValueError(
             "an absorption by cute wants each head's keys contiguous and at a multiple of 16 bytes, got strides "
             f"{keys.stride()}"
@@ -133,6 +134,6 @@ def into_arguments(absorption: Absorption, into: LatentsInto | None) -> tuple[in
 
 def latents_into_refusal(layer_view: torch.Tensor) -> str | None:
     """Why a launch cannot store latents to a pool's layer; None where it can, if that has the drafter's dtype."""
-    if layer_view.stride(2) != 1 or any(stride % 8 for stride in layer_view.stride()[:2]) or layer_view.data_ptr() % 16:
+    if layer_view.stride(2) != 1 or not in_steps_of_16_bytes(layer_view):
         return f"rows of the pool do not lie at multiples of 16 bytes, by strides {layer_view.stride()}"
     return None

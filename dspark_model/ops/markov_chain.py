@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dspark_model.ops.alignment import in_steps_of_16_bytes
 from dspark_model.ops.cute_device import cute_device_refusal
 from dspark_model.ops.fp32_linear import fp32_linear
 
@@ -142,7 +143,7 @@ class ChainWorkspace:
     ) -> "ChainWorkspace":
         """For K drafts of B requests, with `markov_w2` [V, R] or without a Markov head; sampled: with temperatures."""
         rank, dtype = (0, torch.bfloat16) if markov_w2 is None else (markov_w2.shape[1], markov_w2.dtype)
-        chunked = markov_w2 is not None and _is_chunked(markov_w2)
+        chunked = markov_w2 is not None and in_steps_of_16_bytes(markov_w2)
         plan = ChainPlan.choose(batch, vocab, rank, dtype, device, chunked=chunked, sampled=sampled)
         return cls.for_plan(plan, batch, drafts, device)
 
@@ -358,15 +359,10 @@ def _check_cute(plan: ChainPlan, batch: int, vocab: int, markov_w1, markov_w2) -
     reason = cute_chain_refusal(batch, vocab, rank, markov_w2.dtype, markov_w2.device)
     if reason is None and plan.rank_lanes != rank:
         reason = f"the plan is for rank {plan.rank_lanes}, got {rank}"
-    if reason is None and not (_is_chunked(markov_w1) and _is_chunked(markov_w2)):
+    if reason is None and not (in_steps_of_16_bytes(markov_w1) and in_steps_of_16_bytes(markov_w2)):
         reason = "cute wants rows of the tables at multiples of 16 bytes"
     if reason is not None:
         raise ValueError(f"markov_chain=cute: {reason}; choose triton, with a plan of ChainPlan.of_triton")
-
-
-def _is_chunked(table: torch.Tensor) -> bool:
-    """Whether every row starts at a multiple of 16 bytes."""
-    return table.data_ptr() % 16 == 0 and table.stride(0) * table.element_size() % 16 == 0
 
 
 def _batch_lanes(batch: int) -> int:

@@ -36,6 +36,7 @@ from dspark_model.ops import (
     before_attention,
     between_attentions,
     between_attentions_refusal,
+    between_workspace,
 )
 from dspark_model.ops.between_workspace import _sizes_refusal
 from dspark_model.testing import assert_bitwise_equal, poison_
@@ -147,9 +148,10 @@ def facts_of(sizes: BetweenSizes, lanes: int, following: bool, ctas: int):
 @needs_cute
 @pytest.mark.parametrize("sizes", ABSORBING)
 def test_a_context_is_a_product_among_the_others(sizes):
-    from dspark_kernels.cute.between_attentions_schedule import MADE
+    from dspark_kernels.cute.between_attentions_schedule import MADE, NOPE
 
     sizes = ABSORBING[sizes]
+    assert NOPE == between_workspace.NOPE
     facts = dataclasses.replace(facts_of(sizes, 8, True, 132), behind=False, context=sizes.layers)
     context = facts.products[facts.place("context")]
     assert context.tiles * context.rows == sizes.layers * (sizes.width - sizes.q_rank)
