@@ -299,14 +299,24 @@ class MLADSparkForCausalLM(nn.Module):
     def project_context(self, target_hidden: torch.Tensor, low_m: LowMPath | None = None) -> torch.Tensor:
         """Context of target rows: [M, T * E] to [M, hidden]: context_norm(context_proj(taps)), taps normed first where
         the checkpoint has `fc_norm`; low_m: see `BlockPaths`."""
+        return self.norm_context(self.context_product(target_hidden, low_m), low_m)
+
+    def context_product(self, target_hidden: torch.Tensor, low_m: LowMPath | None = None) -> torch.Tensor:
+        """`project_context` up to `context_norm`."""
         if self.fc_norm is not None:
             taps = target_hidden.unflatten(-1, (self.config.num_context_features, -1))
             normed = [norm(tap) for norm, tap in zip(self.fc_norm, taps.unbind(-2), strict=True)]
             target_hidden = torch.cat(normed, dim=-1)
         if low_m is None or not low_m.takes(target_hidden.shape[0]):
-            return self.context_norm(self.context_proj(target_hidden))
-        context, norm = low_m.linear(target_hidden, self.context_proj.weight, on_side=True), self.context_norm
-        return ops.rms_norm(context, norm.weight, norm.eps, backend="triton")
+            return self.context_proj(target_hidden)
+        return low_m.linear(target_hidden, self.context_proj.weight, on_side=True)
+
+    def norm_context(self, product: torch.Tensor, low_m: LowMPath | None = None) -> torch.Tensor:
+        """`context_norm` of `context_product`."""
+        norm = self.context_norm
+        if low_m is None or not low_m.takes(product.shape[0]):
+            return norm(product)
+        return ops.rms_norm(product, norm.weight, norm.eps, backend="triton")
 
     def embed_block(self, anchors: torch.Tensor, rows: int, *, fused: bool = False) -> torch.Tensor:
         """[anchor, mask, ..., mask] of anchors int64 [B]: [B, rows, hidden]; fused: see `ops.noise_block`."""
@@ -367,12 +377,12 @@ class MLADSparkForCausalLM(nn.Module):
             return None
         w1 = self.markov_head.markov_w1.weight if self.config.confidence_head_with_markov else None
         weight, bias = head.proj.weight[0], head.proj.bias
-        return ops.confidence(final_hidden, weight, bias, w1, previous_tokens, slots=slots, backend=backend)
+        return ops.confidence(final_hidden, weight, bias, w1, previous_tokens, slots=slots, backend=backend, early=fused)
 
     def _base_logits(self, final_hidden: torch.Tensor, low_m: LowMPath | None) -> torch.Tensor:
         """lm_head of final_hidden [B, K, hidden], float32 [B, K, V]."""
         if low_m is not None and low_m.takes_head(final_hidden.shape[0] * final_hidden.shape[1]):
-            return low_m.linear(final_hidden, self.lm_head, out_dtype=torch.float32)
+            return low_m.linear(final_hidden, self.lm_head, out_dtype=torch.float32, early=True)
         lm_head = self.lm_head if self._packed_lm_head is None else self._packed_lm_head
         return ops.fp32_linear(final_hidden.flatten(0, 1), lm_head).unflatten(0, final_hidden.shape[:2])
 

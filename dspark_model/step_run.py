@@ -124,13 +124,13 @@ class _Projected:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
     """The R rows that draft.  drafted: int64 [R], None for all rows; slots: int64 [R]; rows: their bookkeeping; x: [R, N,
-    hidden], the embedded block; new_context: what its layers store first, see `BlockContext`."""
+    hidden], the embedded block; new_rows: where the latents of the generation rows go, if the layers store them."""
 
     drafted: torch.Tensor | None
     slots: torch.Tensor
     rows: StepRows
     x: torch.Tensor
-    new_context: ops.ContextInto | None
+    new_rows: ops.RowAddresses | None
 
 
 class StepRun:
@@ -165,25 +165,32 @@ class StepRun:
         overlapped = self._paths.overlap_context_projection and self._plan.is_pure_generation
         projected, rows, block = self._begin_overlapped() if overlapped else self._begin()
         self._store(projected, rows)
-        return self._draft(projected.context, rows, block)
+        return self._draft(projected, rows, block)
 
     def _begin(self) -> tuple["_Projected", StepRows, "_Block | None"]:
         """What needs no row of the pool, one after the other; without a block where nothing is drafted."""
         projected, rows = self._project(), self._advance()
-        return projected, rows, self._embed(rows, projected.context, projected.places)
+        return projected, rows, self._embed(rows, projected.places)
 
     def _begin_overlapped(self) -> tuple["_Projected", StepRows, "_Block | None"]:
         """`_begin` of generation rows alone, the projection on the side stream.  The places of its rows are made beside its
         long product, and so is all that follows the verdict."""
+        model, low_m, context, latents = self._model, self._low_m, None, None
         with self._side.fork():
-            context = self._project_rows()
-        places, latents = self._places(), None
+            product = model.context_product(self._generation_taps(), low_m)
+            if not self._defers:
+                context = model.norm_context(product, low_m)
+        places = self._places()
         if not self._defers:
             with self._side.fork(places.cos_sin):
                 latents = self._row_latents(context, places)
-        projected, rows = _Projected(context, [], latents, places), self._advance()
-        block = self._embed(rows, context, places)
+        rows = self._advance()
+        block = self._embed(rows, places)
         self._side.join()
+        if self._defers:
+            # Of this stream: the layers' first launch may begin beside it.
+            context = model.norm_context(product, low_m)
+        projected = _Projected(context, [], latents, places)
         if not self._paths.fused_prologue:
             # The plain step is the specification: it projects where it says so.
             projected = self._project()
@@ -202,7 +209,7 @@ class StepRun:
             chunk_latents.append(self._latents(context, self._rope.rows(positions)))
             contexts.append(context)
         if self._plan.generation is not None:
-            context, places = self._project_rows(), self._places()
+            context, places = model.project_context(self._generation_taps(), self._low_m), self._places()
             row_latents = None if self._defers else self._row_latents(context, places)
             contexts.append(context)
         if not contexts:
@@ -210,9 +217,9 @@ class StepRun:
         context = contexts[0] if len(contexts) == 1 else torch.cat(contexts)
         return _Projected(context, chunk_latents, row_latents, places)
 
-    def _project_rows(self) -> torch.Tensor:
-        """Context of all K + 1 rows of the generation rows, [Bg * (K + 1), hidden]."""
-        return self._model.project_context(self._plan.generation.target_hidden.flatten(0, 1), self._low_m)
+    def _generation_taps(self) -> torch.Tensor:
+        """Of all K + 1 rows of the generation rows, [Bg * (K + 1), T * E]."""
+        return self._plan.generation.target_hidden.flatten(0, 1)
 
     def _places(self) -> ContextRows:
         """Where these rows stand."""
@@ -318,18 +325,16 @@ class StepRun:
         counts = batch * (self._num_drafts + 1), batch * self._shape.rows
         return low_m.stores_context(*counts, self._paths.of_block(low_m, self._side), self._pool.layer_views)
 
-    def _new_context(self, rows: StepRows, context: torch.Tensor, places: ContextRows) -> ops.ContextInto:
-        """The generation rows, for the layers to store; of each the committed ones."""
+    def _new_rows(self, rows: StepRows, places: ContextRows) -> ops.RowAddresses:
+        """Where the latents of the generation rows go; of each the committed ones."""
         pool = self._pool
-        where = ops.context_addresses(
+        return ops.context_addresses(
             places.start, rows.num_committed, self._slots, pool.page_table, pool.num_pages, rows=self._num_drafts + 1,
             page_size=pool.config.page_size, fused=True,
         )  # fmt: skip
-        return self._context_latents.into(context, places.cos_sin.flatten(0, 1), pool.layer_views, where)
 
-    def _embed(self, rows: StepRows, context: torch.Tensor, places: ContextRows | None) -> "_Block | None":
-        """The block of the rows that draft; None where none does.  context, places: of the generation rows, if the layers store
-        them."""
+    def _embed(self, rows: StepRows, places: ContextRows | None) -> "_Block | None":
+        """The block of the rows that draft; None where none does.  places: of the generation rows, if the layers store them."""
         plan, slots, drafted = self._plan, self._slots, None
         if not plan.drafted:
             return None
@@ -337,17 +342,19 @@ class StepRun:
             drafted = self._integers(list(plan.drafted))
             rows, slots = rows.select(drafted), slots[drafted]
         x = self._model.embed_block(rows.anchors, self._shape.rows, fused=self._paths.fused_prologue)
-        new_context = self._new_context(rows, context, places) if self._defers else None
-        return _Block(drafted, slots, rows, x, new_context)
+        return _Block(drafted, slots, rows, x, self._new_rows(rows, places) if self._defers else None)
 
-    def _draft(self, context: torch.Tensor, rows: StepRows, block: "_Block | None") -> StepResult:
+    def _draft(self, projected: "_Projected", rows: StepRows, block: "_Block | None") -> StepResult:
         if block is None:
-            return StepResult(self._slots, rows, None, None, None, context)
-        draft, probs = self._decode(block)
-        return StepResult(self._slots, rows, block.drafted, draft, probs, context)
+            return StepResult(self._slots, rows, None, None, None, projected.context)
+        draft, probs = self._decode(block, projected)
+        return StepResult(self._slots, rows, block.drafted, draft, probs, projected.context)
 
-    def _decode(self, block: "_Block") -> tuple[BlockDraft, torch.Tensor | None]:
-        model, pool, rows = self._model, self._pool, block.rows
+    def _decode(self, block: "_Block", projected: "_Projected") -> tuple[BlockDraft, torch.Tensor | None]:
+        model, pool, rows, new_context = self._model, self._pool, block.rows, None
+        if block.new_rows is not None:
+            cos_sin = projected.places.cos_sin.flatten(0, 1)
+            new_context = self._context_latents.into(projected.context, cos_sin, pool.layer_views, block.new_rows)
         context = BlockContext(
             layer_views=pool.layer_views,
             page_table=pool.page_table,
@@ -358,7 +365,7 @@ class StepRun:
             max_seq_len=min(self._plan.max_length, pool.max_rows),
             window=pool.config.context_window,
             paths=self._paths.of_block(self._low_m, self._side),
-            new_context=block.new_context,
+            new_context=new_context,
         )
         hidden = model.decode_block(block.x, context)[:, draft_rows(model.config, self._num_drafts)]
         params = [self._plan.sampling[index] for index in self._plan.drafted]

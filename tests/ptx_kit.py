@@ -2,11 +2,13 @@
 
 The lanes of a warp go in lock step, those at the lowest place first, so that lanes that branched apart meet where the code
 does.  Warps take random turns of random length.  Memory is what the test gave, nothing else; registers and shared memory start
-with garbage.  It knows the instructions that `tests/test_cute_markov_chain.py` needs.
+with garbage.  The kernel before ends when nothing can go on without it.  It knows the instructions that
+`tests/test_cute_markov_chain.py` needs.
 """
 
 import random
 import re
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -71,7 +73,7 @@ class Program:
 
 class Warp:
     def __init__(self, cta: "Cta", index: int):
-        self.cta, self.index, self.waits = cta, index, False
+        self.cta, self.index, self.waits, self.waits_for_kernel = cta, index, False, False
         self.place = np.zeros(WARP, np.int64)
         self._registers: dict[str, np.ndarray] = {}
 
@@ -84,6 +86,10 @@ class Warp:
     def ended(self) -> bool:
         return self.place.min() >= OUTSIDE
 
+    @property
+    def rests(self) -> bool:
+        return self.ended or self.waits or self.waits_for_kernel
+
 
 class Cta:
     def __init__(self, index: int, warps: int, shared_size: int):
@@ -92,11 +98,15 @@ class Cta:
 
 
 class Machine:
-    """All CTAs of one launch.  arguments: the kernel's parameters in order, addresses and integers; dtype: of the matrices."""
+    """All CTAs of one launch.  arguments: the kernel's parameters in order, addresses and integers; dtype: of the matrices;
+    end_before: the last that the kernel before does."""
 
-    def __init__(self, ptx: str, memory: Memory, arguments: list[int], ctas: int, warps: int, dtype: torch.dtype, seed: int):
+    def __init__(
+        self, ptx: str, memory: Memory, arguments: list[int], ctas: int, warps: int, dtype: torch.dtype, seed: int,
+        end_before: Callable[[], None],
+    ):  # fmt: skip
         self._program, self._memory, self._arguments, self._dtype = Program(ptx), memory, arguments, dtype
-        self._random = random.Random(seed)
+        self._random, self._end_before, self._alone = random.Random(seed), end_before, False
         self._warps = [w for i in range(ctas) for w in Cta(i, warps, self._program.shared_size).warps]
 
     def run(self, limit: int = 1_000_000) -> None:
@@ -105,7 +115,7 @@ class Machine:
         while running:
             warp = self._random.choice(running)
             for _ in range(self._random.choice((1, 7, 60, 400))):
-                if warp.ended or warp.waits:
+                if warp.rests:
                     break
                 self._step(warp)
                 done += 1
@@ -115,6 +125,11 @@ class Machine:
                     other.waits = False
             if warp.ended:
                 running.remove(warp)
+            if not self._alone and all(other.rests for other in running):
+                self._end_before()
+                self._alone = True
+                for other in running:
+                    other.waits_for_kernel = False
 
     def _step(self, warp: Warp) -> None:
         place = int(warp.place.min())
@@ -132,6 +147,9 @@ class Machine:
         elif name == "bar":
             assert taken.all(), "lanes are missing at a barrier"
             warp.waits = True
+        elif name == "griddepcontrol":
+            assert self._alone or names[1] == "wait", "the next kernel may begin before the one before has ended"
+            warp.waits_for_kernel = not self._alone
         elif name in ("ld", "st", "prefetch"):
             self._access(warp, names, operands, taken)
         elif name in ("redux", "vote", "mma"):

@@ -74,8 +74,8 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
         assert result["wgmma"] == {str(columns): count for columns, count in products.items()}
         assert result["boxes"] == boxes
         assert not result["spilled"] and result["stack"] == [0, 0]
-        # The merge waits for the attention; both let the kernel behind them begin.
-        assert (result["waits"], result["launches"]) == (1, 2)
+        # Each waits for the kernel before it, and lets the one behind it begin.
+        assert (result["waits"], result["launches"]) == (2, 2)
         assert (result["products"], result["sends"], result["fetches"]) == (4 * tiles, tiles, fetches)
 
 

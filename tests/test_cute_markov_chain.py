@@ -72,17 +72,23 @@ class Chain:
         self.generation = np.full(1, launches, np.int64)
 
     def launch(self, base: torch.Tensor, anchors: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """drafts, previous, biased."""
-        apart = poison_(torch.empty(self.drafts, self.batch, self.vocab + 5))
-        apart[..., : self.vocab] = base.transpose(0, 1)
+        """drafts, previous, biased.  All but the tables is there when the kernel before has ended."""
+        apart, late_anchors = poison_(torch.empty(self.drafts, self.batch, self.vocab + 5)), np.full(self.batch, 1 << 40)
+        words, generation = np.full_like(self.words, (self.generation[0] + 1) & 255), np.full(1, 1 << 40)
         drafts, previous = (np.full((self.batch, self.drafts), -7, np.int64) for _ in range(2))
         biased, memory = np.full(base.shape, np.nan, np.float32), Memory()
         w1, w2 = self.tables.view(torch.int16).numpy()
         stride = (self.rank + 8) // 2
         tables = [memory.add(apart.numpy()), apart.stride(1), apart.stride(0), memory.add(w1), stride, memory.add(w2), stride]
-        others = [memory.add(x) for x in (anchors.numpy(), self.words, self.generation, drafts, previous, biased)]
+        others = [memory.add(x) for x in (late_anchors, words, generation, drafts, previous, biased)]
         arguments = [*tables, *others, self.batch, self.vocab]
-        Machine(self.ptx, memory, arguments, self.programs, self.warps, self.dtype, self.seed).run()
+
+        def end_before() -> None:
+            apart[..., : self.vocab] = base.transpose(0, 1)
+            late_anchors[:], words[:], generation[:] = anchors.numpy(), self.words, self.generation
+
+        Machine(self.ptx, memory, arguments, self.programs, self.warps, self.dtype, self.seed, end_before).run()
+        self.words, self.generation = words, generation
         self.seed += 1
         assert (self.words & 255 == self.generation & 255).all(), "a word is not of this launch"
         return drafts, previous, biased

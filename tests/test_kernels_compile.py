@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # Without the interpreter.  The ops run on CPU tensors; each launch is compiled for sm_90 to a cubin and then left out.
 PROGRAM = """
-import dataclasses, importlib, json, pkgutil, types
+import dataclasses, importlib, json, pkgutil, sys, types
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -140,6 +140,8 @@ low_m(DRAFTS, HIDDEN, 1024, residual=True)
 low_m(4 * DRAFTS, HIDDEN, 1024, residual=True)
 low_m(64, 20480, HIDDEN, norm=True, out_dtype=torch.float32)
 low_m(DRAFTS, 20480, HIDDEN, out_dtype=torch.float32)
+assert "wgmma.mma_async" in last["ptx"]
+low_m(DRAFTS, 163840, HIDDEN, out_dtype=torch.float32)
 assert "wgmma.mma_async" not in last["ptx"]
 low_m(1, 577, 1535, norm=True, gate_up=True, residual=True)
 low_m(DRAFTS, LATENT, HIDDEN, norm=True, dtype=torch.float32)
@@ -171,6 +173,29 @@ for batch, vocab, dtype, plan in (
     if dtype is torch.bfloat16:
         ops.confidence(rows, weight, weight[:1], w1, integers(batch, DRAFTS), slots=integers(batch), backend="triton")
     ops.confidence(rows, weight[:HIDDEN], weight[:1], backend="triton")
+
+# The same launches as on a device of capability 9.0: they begin beside the kernel before, and wait for its end.
+for name in ("rms_norm", "confidence", "step_commit", "low_m_linear"):
+    module = sys.modules[f"dspark_model.ops.{name}"]
+    module.programmatic_launch = lambda device: {"PROGRAMMATIC": True, "launch_pdl": True}
+
+def order(*instructions):
+    places = [last["ptx"].index(instruction) for instruction in instructions]
+    assert places == sorted(places), (instructions, places)
+
+waits = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+ops.rms_norm(hidden, hidden[0], 1e-5, backend="triton")
+order("ld.global", *waits, "st.global")
+for early in (False, True):
+    ops.confidence(rows, weight, weight[:1], w1, integers(batch, DRAFTS), slots=integers(batch), backend="triton", early=early)
+    order(*waits, "st.global")
+    assert ("bar.sync" in last["ptx"].split(waits[0])[0]) == early  # of the long sum
+ops.step_commit(state, slots, slots, slots, slots, integers(3, DRAFTS), fused=True)
+order(*waits, "ld.global", "st.global")
+low_m(DRAFTS, 20480, HIDDEN, out_dtype=torch.float32, early=True)
+order(*waits, "cp.async", "st.global")
+low_m(DRAFTS, 20480, HIDDEN, out_dtype=torch.float32)
+assert "griddepcontrol" not in last["ptx"]
 
 # Training, at SmolLM2's shape.
 from dspark_kernels.triton.anchor_attention import anchor_attention

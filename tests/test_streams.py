@@ -57,7 +57,7 @@ def recorded(monkeypatch, switches: tuple[str, ...], script: list) -> Recorder:
     duel = Duel(*(make_worker(model, with_switches(names), Layout.LAYER_MAJOR) for names in ((), switches)))
     duel.run(script[:-1])
     side = duel.fast._side = Recorder(model.device, [])
-    places = [(type(model), name) for name in ("project_context", "embed_block", "decode_block")]
+    places = [(type(model), name) for name in ("context_product", "norm_context", "embed_block", "decode_block")]
     places += [(ops, name) for name in ("context_rows", "step_prologue", "context_store")]
     places.append((ContextLatents, "__call__"))
 
@@ -80,8 +80,8 @@ def test_only_products_and_latents_stand_behind_the_projection(monkeypatch):
     """The places of the context rows come before their latents and wait for no product; what follows the verdict neither."""
     side = recorded(monkeypatch, OVERLAP, SCENARIOS["steady"](1, PAGE)[:3])
     assert side.log == [
-        "side project_context", "main context_rows", "side latents", "main step_prologue", "main embed_block", "join",
-        "main context_store", "main decode_block",
+        "side context_product", "side norm_context", "main context_rows", "side latents", "main step_prologue",
+        "main embed_block", "join", "main context_store", "main decode_block",
     ]  # fmt: skip
     assert side.reads == [0, 1]
 
@@ -97,4 +97,5 @@ def test_a_step_with_chunks_or_without_overlap_has_one_stream(monkeypatch, switc
 
 def test_nothing_is_embedded_where_nothing_is_drafted(monkeypatch):
     side = recorded(monkeypatch, (), [Admit(0), Step(prefill={0: (0, 3, False)})])
-    assert side.log == ["main project_context", "main latents", "main step_prologue", "main context_store"]
+    projected = ["main context_product", "main norm_context", "main latents"]
+    assert side.log == [*projected, "main step_prologue", "main context_store"]

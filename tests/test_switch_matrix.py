@@ -156,8 +156,8 @@ def test_a12_a_captured_step_keeps_what_it_was_captured_with():
 def test_b3_without_the_fused_store_the_plain_code_projects_again(monkeypatch):
     calls = []
     duel, steps = started(("overlap_context_projection",))
-    project = duel.fast.model.project_context
-    monkeypatch.setattr(duel.fast.model, "project_context", lambda *rows: calls.append(1) or project(*rows))
+    project = duel.fast.model.context_product
+    monkeypatch.setattr(duel.fast.model, "context_product", lambda *rows: calls.append(1) or project(*rows))
     step_input = duel._input(steps[0])
     duel.fast.step(step_input)
     assert len(calls) == 2

@@ -65,8 +65,9 @@ def before_attention(
 
     context: rows whose latents of all layers are made, and go to the pool, in the same launch; with an absorption, and of at
         most as many rows as hidden may have.  Its product has the bits of `context_kv`.
-    early: of the backend `cute`: it is no cooperative launch, and the attention behind it may begin beside it; else as for
-        `between_attentions`.
+    early: of the backend `cute`: it is no cooperative launch, and begins where multiprocessors are free while the kernel before
+        it on the stream still runs, if that one allows it, and reads weights; the attention behind it may begin beside it.
+        Else as for `between_attentions`.
 
     Raises:
         ValueError, RuntimeError: as `between_attentions`.

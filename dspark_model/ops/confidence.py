@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dspark_model.ops.programmatic import programmatic_launch
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Confidence:
@@ -22,6 +24,7 @@ def confidence(
     *,
     slots: torch.Tensor | None = None,
     backend: str = "torch",
+    early: bool = False,
 ) -> Confidence:
     """w . [hidden ; W1[previous]] + b in float32, and its sigmoid.
 
@@ -31,12 +34,14 @@ def confidence(
     there are none.
     backend: `torch`; or `triton`, one launch, which sums in another order: within 2^-18 of the sum of the terms' magnitudes,
         and probabilities within 2^-20 of the sigmoid of its logits.
+    early: `triton` only: the launch may begin while the kernel before it on the stream still runs, if that one allows it, and
+        read all but `previous_tokens` and `slots`: that must have been complete when the kernel before began.  The same bits.
 
     Raises:
         ValueError: backend `triton`, and a tensor does not fit.
     """
     if backend == "triton":
-        return _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots)
+        return _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots, early)
     parts = (final_hidden,) if markov_w1 is None else (final_hidden, markov_w1[previous_tokens])
     logits = torch.cat(parts, dim=-1).float() @ weight.float() + bias.float()
     if slots is not None:
@@ -44,7 +49,7 @@ def confidence(
     return Confidence(logits, torch.sigmoid(logits))
 
 
-def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> Confidence:
+def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots, early) -> Confidence:
     import triton
     from dspark_kernels.triton.confidence import confidence_kernel
 
@@ -84,5 +89,7 @@ def _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots) -> Con
             LANES=min(8192, triton.next_power_of_2(hidden)),
             RANK_LANES=triton.next_power_of_2(max(rank, 1)),
             num_warps=8,
+            EARLY=early,
+            **programmatic_launch(final_hidden.device),
         )
     return Confidence(logits, probability)

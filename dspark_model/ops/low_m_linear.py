@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model.ops.fp32_linear import fp32_linear
+from dspark_model.ops.programmatic import programmatic_launch
 from dspark_model.ops.rms_norm import rms_norm
 
 MAX_ROWS = 128
@@ -75,8 +76,9 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
 
     64 weight rows by 128 values are 16 KB, beside which 8 rows of x are 1/8 of the traffic.  On an H200 with 8 rows one program
     a processor that has five such blocks under way was the fastest for weights up to 26 MB (fewer sums to add), two with three
-    for those of 30 MB and more.  With the weight first wgmma takes both factors from shared memory: 5 to 13 % less time with 8
-    rows, but 20 % more for a head, which has more tiles than programs that run at once.
+    for those of 30 MB and more, and three with two for a head, whose 320 tiles then run at once: 71 us, 75 with two.  With the
+    weight first wgmma takes both factors from shared memory: 5 to 13 % less time with 8 rows, but 3 to 20 % more where a weight
+    has more tiles than programs that run at once.
     """
     tile_m, size = _tile_m(rows), out_features * in_features * dtype.itemsize * (1 + gate_up)
     if dtype is torch.float32:
@@ -86,10 +88,13 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
     else:
         n, k, warps = 64, 128, 4
         stages, programs = (6, 1) if size <= _ONE_PROGRAM_BYTES else (4, 2)
+        if -(-out_features // n) > processors * programs:
+            stages, programs = 3, 3
     if gate_up:
         n //= 2
-    splits = low_m_splits(out_features, in_features, n, k, processors * programs)
-    weight_first = dtype is not torch.float32 and (tile_m > 16 or splits > 1)
+    splits, resident = low_m_splits(out_features, in_features, n, k, processors * programs), processors * programs
+    head_at_once = programs == 3 and -(-out_features // n) <= resident
+    weight_first = dtype is not torch.float32 and (tile_m > 16 or splits > 1 or head_at_once)
     return LowMTile(n, k, splits, stages, warps, weight_first)
 
 
@@ -114,6 +119,7 @@ def low_m_linear(
     backend: str = "torch",
     workspace: LowMWorkspace | None = None,
     tile: LowMTile | None = None,
+    early: bool = False,
 ) -> torch.Tensor:
     """x @ weight.T, accumulated in float32, for 0 to 128 rows; around it in this order, each where it is asked for:
 
@@ -133,6 +139,8 @@ def low_m_linear(
     sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
     workspace: `triton` only, for products that are split; see `LowMWorkspace`.
     tile: another cut than `low_m_tile` gives, for measurements; the order of the sums is then that of the cut.
+    early: `triton` only: the launch begins where multiprocessors are free while the kernel before it on the stream still runs,
+        if that one allows it (programmatic dependent launch, Hopper and later), and waits for its end there.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices do not fit; more than 128 rows; float16 with a norm and `triton` (x *
@@ -140,7 +148,7 @@ def low_m_linear(
     """
     _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype)
     if backend == "triton":
-        return _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype or x.dtype, workspace, tile)
+        return _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype or x.dtype, workspace, tile, early)
     if backend != "torch":
         raise ValueError(f"low_m_linear has no backend {backend}; choose torch or triton")
     if norm_weight is not None:
@@ -183,7 +191,7 @@ def _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype) -> None:
         raise ValueError(f"low_m_linear with a residual of {residual.dtype} returns that dtype, not {out_dtype}")
 
 
-def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, tile) -> torch.Tensor:
+def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, tile, early) -> torch.Tensor:
     (rows, in_features), out_features = x.shape, weight.shape[0]
     norm, gate_up = norm_weight is not None, up_weight is not None
     _check_kernel(x, weight, up_weight, norm_weight, residual)
@@ -229,6 +237,7 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
         WEIGHT_FIRST=tile.weight_first,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **(programmatic_launch(x.device) if early else {"PROGRAMMATIC": False}),
     )
     return out
 

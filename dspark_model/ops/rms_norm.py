@@ -2,6 +2,8 @@
 
 import torch
 
+from dspark_model.ops.programmatic import programmatic_launch
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str = "torch") -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467).
@@ -29,5 +31,7 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if flat.numel():
         lanes = triton.next_power_of_2(width)
         warps = min(16, max(4, lanes // 512))
-        rms_norm_kernel[(flat.shape[0],)](flat, flat.stride(0), weight, out, eps, WIDTH=width, LANES=lanes, num_warps=warps)
+        rms_norm_kernel[(flat.shape[0],)](
+            flat, flat.stride(0), weight, out, eps, WIDTH=width, LANES=lanes, num_warps=warps, **programmatic_launch(x.device)
+        )  # fmt: skip
     return out

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark_model.ops.accept_exact import NO_TOKEN
+from dspark_model.ops.programmatic import programmatic_launch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,5 +74,6 @@ def _fused(state: SlotDrafts, slots, anchors, context_lens, num_valid_drafts, dr
             DRAFTS=drafts,
             LANES=triton.next_power_of_2(drafts + 1),
             num_warps=1,
+            **programmatic_launch(slots.device),
         )
     return tokens

@@ -124,6 +124,13 @@ MUTANTS = (
         needs="cutlass",
     ),
     Mutant(
+        "cute_chain_does_not_wait_for_the_kernel_before", "kernels/dspark_kernels/cute/markov_chain.py",
+        "cute.arch.griddepcontrol_wait()",
+        "pass",
+        "test_cute_markov_chain.py::test_matches_float64[one-1-90]",
+        needs="cutlass",
+    ),
+    Mutant(
         "cute_chain_orders_nan_by_its_sign", "kernels/dspark_kernels/cute/markov_chain.py",
         "if magnitude > INFINITY:",
         "if magnitude > INFINITY and bits > 0:",

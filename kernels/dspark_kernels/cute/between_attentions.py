@@ -102,7 +102,7 @@ def _launch(
         Eps(eps_mlp, eps_attention, eps_q_a, eps_latent, eps_context), facts,
     ).launch(
         grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, cooperative=not facts.early,
-        use_pdl=facts.early and facts.behind, min_blocks_per_mp=1,
+        use_pdl=facts.early, min_blocks_per_mp=1,
     )  # fmt: skip
 
 

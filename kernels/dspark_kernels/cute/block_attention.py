@@ -76,7 +76,7 @@ def _launch(
     query_atom, query_tensor = tma_boxes(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
     block_attention_kernel(
         tma_atom, tma_tensor, query_atom, query_tensor, queries, requests, work, scale, facts
-    ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=facts.early)  # fmt: skip
+    ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)  # fmt: skip
     threads = (facts.warps * WARP, 1, 1)
     if cutlass.const_expr(facts.merged and facts.value_width):
         merge_values_kernel(requests, work, matrices, out, facts).launch(

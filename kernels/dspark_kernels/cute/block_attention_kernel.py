@@ -53,8 +53,10 @@ def block_attention_kernel(
     shared = memory_of(facts).allocate(facts)
     if thread == 0:
         memory_of(facts).set_up_barriers(shared)
-    # The merge's CTAs take the multiprocessors that are left, or those that become free, and wait there for all parts.
     if cutlass.const_expr(not facts.early):
+        cute.arch.griddepcontrol_wait()
+        # The merge's CTAs take the multiprocessors that are left, or those that become free, and wait there for all parts.
+        # Behind the wait: they read lengths at once.
         cute.arch.griddepcontrol_launch_dependents()
     slots = first_slots(requests, facts)
     own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)

@@ -307,10 +307,12 @@ def markov_chain_kernel(
     rows = tuple(cutlass.Int64(cutlass.min(token, vocab - 1)) for token in ids)
     at = Place(ids, rows, lane, lane % 4, warp, program)
     own_requests = tuple(cutlass.min(tile * TILE + lane // 4, batch - 1) for tile in range(facts.tiles))
+    low, high = (_load_row(tables.w2, row * tables.w2_stride, at.quad, facts.chunks) for row in rows)
+    cute.arch.griddepcontrol_wait()  # the rest may come from the kernel before
+    cute.arch.griddepcontrol_launch_dependents()
     tokens = cute.make_rmem_tensor(facts.tiles, cutlass.Int32)
     for tile in cutlass.range_constexpr(facts.tiles):
         tokens[tile] = cutlass.Int32((anchors + own_requests[tile]).load())
-    low, high = (_load_row(tables.w2, row * tables.w2_stride, at.quad, facts.chunks) for row in rows)
     base = [cute.make_rmem_tensor(4, cutlass.Float32) for _ in range(facts.tiles)]
     _load_base(tables, at, cutlass.Int32(0), batch, base, facts)
     if cutlass.const_expr(facts.prefetch):
@@ -374,7 +376,11 @@ def _launch(
     facts: cutlass.Constexpr,
 ):
     markov_chain_kernel(tables, anchors, words, generation, outputs, batch, vocab, facts).launch(
-        grid=(facts.programs, 1, 1), block=(facts.warps * WARP, 1, 1), stream=stream, cooperative=facts.cooperative
+        grid=(facts.programs, 1, 1),
+        block=(facts.warps * WARP, 1, 1),
+        stream=stream,
+        cooperative=facts.cooperative,
+        use_pdl=True,
     )
 
 

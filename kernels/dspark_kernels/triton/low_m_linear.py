@@ -8,6 +8,8 @@ float32 partial sums in a workspace; the program that arrives last adds them in 
 import triton
 import triton.language as tl
 
+from dspark_kernels.triton.programmatic import begin
+
 
 @triton.jit
 def _sum_splits(partial_ptr, offsets, split_stride, SPLITS: tl.constexpr):
@@ -51,6 +53,7 @@ def low_m_linear_kernel(
     GATE_UP: tl.constexpr,
     RESIDUAL: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,  # computes weight @ x.T: 64 rows of a weight are what wgmma takes
+    PROGRAMMATIC: tl.constexpr,
 ):
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -74,6 +77,7 @@ def low_m_linear_kernel(
     x_values = x_ptr + wide_rows * x_row_stride + lanes[None, :]
     weight_values = (weight_ptr + starts)[:, None] + lanes[None, :]
 
+    begin(PROGRAMMATIC)
     columns = tile * TILE_N + tl.arange(0, TILE_N)
     stored = inside[:, None] & (columns < out_features)[None, :]
     if RESIDUAL:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dspark_kernels.triton.programmatic import begin
+
 
 @triton.jit
 def rms_norm_kernel(
@@ -13,11 +15,13 @@ def rms_norm_kernel(
     eps,
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES)
     inside = lanes < WIDTH
-    x = tl.load(x_ptr + row * x_row_stride + lanes, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
+    begin(PROGRAMMATIC)
+    x = tl.load(x_ptr + row * x_row_stride + lanes, mask=inside, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
     tl.store(out_ptr + row * WIDTH + lanes, normed.to(out_ptr.dtype.element_ty), mask=inside)

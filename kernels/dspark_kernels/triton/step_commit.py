@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dspark_kernels.triton.programmatic import begin
+
 
 @triton.jit
 def step_commit_kernel(
@@ -18,7 +20,9 @@ def step_commit_kernel(
     tokens_ptr,  # [B, K + 1] int64
     DRAFTS: tl.constexpr,
     LANES: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    begin(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES).to(tl.int64)
     slot = tl.load(slots_ptr + row)

@@ -1,0 +1,150 @@
+"""On a GPU: a launch that begins beside the kernel before it waits for what that one makes, and reads only weights sooner."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from dspark_model import ops
+from dspark_model.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.gpu
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+HIDDEN, VOCAB, RANK, DRAFTS = 7168, 20480, 256, 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """values: what the kernel before makes; call: of a tensor of their shape, with nothing but weights besides."""
+
+    values: torch.Tensor
+    call: Callable[[torch.Tensor], list[torch.Tensor]]
+
+
+def normal(*size: int) -> torch.Tensor:
+    return (torch.randn(*size) * size[-1] ** -0.5).to(CUDA, BF16)
+
+
+def ids(*size: int) -> torch.Tensor:
+    return torch.randint(1, VOCAB, size, device=CUDA)
+
+
+def norm() -> Case:
+    weight = normal(HIDDEN)
+    return Case(normal(DRAFTS, HIDDEN), lambda x: [ops.rms_norm(x, weight, 1e-5, backend="triton")])
+
+
+def head() -> Case:
+    weight = normal(VOCAB, HIDDEN)
+    options = {"out_dtype": torch.float32, "backend": "triton", "early": True}
+    return Case(normal(DRAFTS, HIDDEN), lambda x: [ops.low_m_linear(x, weight, **options)])
+
+
+def confidence_of_rows() -> Case:
+    weight, w1, tokens = normal(HIDDEN + RANK), normal(VOCAB, RANK), ids(1, DRAFTS)
+    call = lambda rows: ops.confidence(rows, weight, weight[:1], w1, tokens, backend="triton")  # noqa: E731
+    return Case(normal(1, DRAFTS, HIDDEN), lambda rows: [call(rows).logits, call(rows).probability])
+
+
+def confidence_of_tokens() -> Case:
+    weight, w1, rows = normal(HIDDEN + RANK), normal(VOCAB, RANK), normal(1, DRAFTS, HIDDEN)
+    options = {"backend": "triton", "early": True}
+    return Case(ids(1, DRAFTS), lambda tokens: [ops.confidence(rows, weight, weight[:1], w1, tokens, **options).logits])
+
+
+def commit() -> Case:
+    slots, numbers = torch.tensor([2], device=CUDA), torch.zeros(3, 4, dtype=torch.int64, device=CUDA)
+    state = ops.SlotDrafts(*numbers, ids(4, DRAFTS))
+
+    def call(drafts: torch.Tensor) -> list[torch.Tensor]:
+        tokens = ops.step_commit(state, slots, slots, slots, slots, drafts, fused=True)
+        return [tokens, state.draft_tokens[slots]]
+
+    return Case(ids(1, DRAFTS), call)
+
+
+def chain(late: str) -> Case:
+    w1, w2 = normal(VOCAB, RANK), normal(VOCAB, RANK)
+    workspace = ops.ChainWorkspace.for_tables(1, DRAFTS, VOCAB, w2, CUDA)
+    assert workspace.plan.backend == "cute"
+    base, anchors = torch.randn(1, DRAFTS, VOCAB, device=CUDA), ids(1)
+
+    def call(given: torch.Tensor) -> list[torch.Tensor]:
+        inputs = (given, anchors) if late == "base" else (base, given)
+        made = ops.markov_chain(*inputs, w1, w2, backend="cute", workspace=workspace)
+        return [made.draft_tokens, made.previous_tokens, made.biased_logits]
+
+    return Case(base if late == "base" else anchors, call)
+
+
+def attention(late: str) -> Case:
+    """Both launches; the second one reads lengths too."""
+    lens = torch.tensor([3000], device=CUDA)
+    given = {
+        "queries": normal(1, DRAFTS, 8, 576), "latents": normal(95, 32, 576),
+        "table": torch.randperm(95, device=CUDA).view(1, 95).int(), "context_lens": lens, "seq_lens": lens + DRAFTS,
+    }  # fmt: skip
+    options = {"kv_lora_rank": 512, "softmax_scale": 0.1, "max_seq_len": 3040, "backend": "cute"}
+    return Case(given[late], lambda made: [ops.block_attention(*(given | {late: made}).values(), **options)])
+
+
+def before_attention(late: str) -> Case:
+    from between_kit import ABSORBING, context_of, inputs, into_attention, layers
+
+    sizes = ABSORBING["k3"]
+    front, context = into_attention(sizes, layers(sizes, "cuda", BF16)[1], 7), context_of(sizes, 8, "cuda", BF16)
+    workspace, hidden = ops.BetweenWorkspace(sizes, CUDA), inputs(sizes, 7, "cuda", BF16)[1]
+
+    def call(made: torch.Tensor) -> list[torch.Tensor]:
+        rows, added = (made, context) if late == "rows" else (hidden, replace(context, rows=made))
+        options = {"backend": "cute", "workspace": workspace, "early": True, "context": added}
+        out = ops.before_attention(rows, front, **options)
+        views, where = [front.latents.layer_view, *context.layer_views], [front.latents.where, *[context.where] * sizes.layers]
+        # The first four rows are owned.
+        stored = [view[at.pages[:4], at.offsets[:4]] for view, at in zip(views, where, strict=True)]
+        return [out.absorbed, out.context_kv, *stored]
+
+    return Case(hidden if late == "rows" else context.rows, call)
+
+
+CASES = {
+    "rms_norm": norm, "head": head, "confidence, rows": confidence_of_rows, "confidence, tokens": confidence_of_tokens,
+    "step_commit": commit,
+}  # fmt: skip
+if importlib.util.find_spec("cutlass"):
+    CASES |= {f"chain, {late}": lambda late=late: chain(late) for late in ("base", "anchors")}
+    kinds = ("queries", "latents", "table", "seq_lens")
+    CASES |= {f"attention, {late}": lambda late=late: attention(late) for late in kinds}
+    CASES |= {f"before attention, {late}": lambda late=late: before_attention(late) for late in ("rows", "context")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_kernel_before_makes_is_waited_for(case):
+    """It lets the launch begin at once, and writes 30 us later; until then there are NaN or zeros.  Under a graph too."""
+    from late_kit import copy_late
+
+    case = CASES[case]()
+    late = torch.empty_like(case.values)
+    wanted = [result.clone() for result in case.call(case.values)]
+
+    def work() -> list[torch.Tensor]:
+        late.fill_(float("nan") if late.is_floating_point() else 0)
+        copy_late(late, case.values)
+        return case.call(late)
+
+    def check(made: list[torch.Tensor]) -> None:
+        for own, other in zip(made, wanted, strict=True):
+            assert_bitwise_equal(own, other)
+
+    for _ in range(10):
+        check(work())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = work()
+    for _ in range(10):
+        for result in made:
+            result.zero_()
+        graph.replay()
+        check(made)
