@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from dspark_model import ops
 from dspark_model.config import DrafterConfig
 from dspark_model.packing import PackedLinear
 
@@ -31,6 +32,4 @@ class ConfidenceHead(nn.Module):
     def forward(self, final_hidden: torch.Tensor, previous_rows: torch.Tensor | None) -> torch.Tensor:
         """final_hidden [B, K, H] after `final_norm`; previous_rows [B, K, R], the W1 rows of the tokens before, or None
         for a head without Markov input.  Returns float32 logits [B, K]."""
-        parts = (final_hidden,) if previous_rows is None else (final_hidden, previous_rows)
-        inputs = torch.cat(parts, dim=-1).float()
-        return (inputs @ self.proj.weight[0].float()) + self.proj.bias.float()
+        return ops.confidence_logits(final_hidden, self.proj.weight[0], self.proj.bias, previous_rows)

@@ -24,7 +24,7 @@ from dspark_model.ops.block_attention import (
     block_attention_refusal,
 )
 from dspark_model.ops.block_fixup import BlockRows, block_fixup
-from dspark_model.ops.confidence import Confidence, confidence
+from dspark_model.ops.confidence import Confidence, confidence, confidence_logits
 from dspark_model.ops.context_addresses import context_addresses
 from dspark_model.ops.context_into import ContextInto, context_into_refusal, context_kv
 from dspark_model.ops.context_rows import ContextRows, context_rows
@@ -97,6 +97,7 @@ __all__ = [
     "block_fixup",
     "can_pack",
     "confidence",
+    "confidence_logits",
     "context_addresses",
     "context_into_refusal",
     "context_kv",

@@ -134,7 +134,7 @@ def _cute_before(
     hidden, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool, context: ContextInto | None
 ) -> BeforeOutput:
     device, form = hidden.device, Form(False, True, before.absorption is not None, context is not None)
-    own = check_workspace(workspace, device)
+    own = check_workspace("before_attention", workspace, device)
     sizes = replace(sizes, values=own.values, intermediate=own.intermediate)
     if not form.absorbed:
         sizes = replace(sizes, heads=own.heads)
@@ -142,7 +142,7 @@ def _cute_before(
         sizes = replace(sizes, layers=own.layers)
     counts = [hidden.shape[0]] if context is None else [hidden.shape[0], context.rows.shape[0]]
     for count in counts:
-        check_launch(count, hidden, own, sizes)
+        check_launch("before_attention", count, hidden, own, sizes)
 
     from dspark_kernels.cute.between_attentions import launch
 

@@ -140,11 +140,11 @@ def _cute(
     values, residual, after, before, sizes: BetweenSizes, workspace: BetweenWorkspace | None, early: bool
 ) -> BetweenOutput:
     rows, device, absorbed = values.shape[0], values.device, before is not None and before.absorption is not None
-    own = check_workspace(workspace, device)
+    own = check_workspace("between_attentions", workspace, device)
     if before is None:  # then the weights do not say what a next layer has
         sizes = replace(sizes, q_rank=own.q_rank, width=own.width, queries=own.queries)
     sizes = replace(sizes, layers=own.layers, heads=sizes.heads if absorbed else own.heads)
-    check_launch(rows, values, own, sizes)
+    check_launch("between_attentions", rows, values, own, sizes)
 
     from dspark_kernels.cute.between_attentions import launch
 

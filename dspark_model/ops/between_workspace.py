@@ -125,23 +125,24 @@ def build_facts(
     )  # fmt: skip
 
 
-def check_workspace(workspace: BetweenWorkspace | None, device: torch.device) -> BetweenSizes:
-    """The sizes of the workspace.  Raises ValueError where there is none on the device."""
+def check_workspace(op: str, workspace: BetweenWorkspace | None, device: torch.device) -> BetweenSizes:
+    """The sizes of the workspace.  Raises ValueError, told of `op`, where there is none on the device."""
     if workspace is None or workspace.squares.device != device:
         found = "none" if workspace is None else f"one on {workspace.squares.device}"
-        raise ValueError(f"between_attentions=cute needs a BetweenWorkspace on {device}, got {found}")
+        raise ValueError(f"{op}=cute needs a BetweenWorkspace on {device}, got {found}")
     return workspace.sizes
 
 
-def check_launch(rows: int, given, own: BetweenSizes, sizes: BetweenSizes) -> None:
-    """Raises ValueError for what `cute` does not take; given: rows [M, ...]; own, sizes: of workspace and weights."""
+def check_launch(op: str, rows: int, given, own: BetweenSizes, sizes: BetweenSizes) -> None:
+    """Raises ValueError, told of `op`, for what `cute` does not take; given: rows [M, ...]; own, sizes: of workspace and
+    weights."""
     if sizes != own:
-        raise ValueError(f"between_attentions: the BetweenWorkspace is for {own}, these weights are {sizes}; make one for them")
+        raise ValueError(f"{op}: the BetweenWorkspace is for {own}, these weights are {sizes}; make one for them")
     reason = between_attentions_refusal(own, given.dtype, given.device)
     if reason is None and not 1 <= rows <= MAX_BETWEEN_ROWS:
         reason = f"it takes 1 to {MAX_BETWEEN_ROWS} rows, got {rows}"
     if reason is not None:
-        raise ValueError(f"between_attentions=cute: {reason}; choose torch")
+        raise ValueError(f"{op}=cute: {reason}; choose torch")
 
 
 def check_matrices(op: str, matrices: dict) -> None:

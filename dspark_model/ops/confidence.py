@@ -15,6 +15,14 @@ class Confidence:
     probability: torch.Tensor
 
 
+def confidence_logits(
+    final_hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, markov_rows: torch.Tensor | None
+) -> torch.Tensor:
+    """w . [hidden ; markov_rows] + b in float32, of [..., H] and [..., R] or None: [...]."""
+    parts = (final_hidden,) if markov_rows is None else (final_hidden, markov_rows)
+    return torch.cat(parts, dim=-1).float() @ weight.float() + bias.float()
+
+
 def confidence(
     final_hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -42,8 +50,8 @@ def confidence(
     """
     if backend == "triton":
         return _fused(final_hidden, weight, bias, markov_w1, previous_tokens, slots, early)
-    parts = (final_hidden,) if markov_w1 is None else (final_hidden, markov_w1[previous_tokens])
-    logits = torch.cat(parts, dim=-1).float() @ weight.float() + bias.float()
+    markov_rows = None if markov_w1 is None else markov_w1[previous_tokens]
+    logits = confidence_logits(final_hidden, weight, bias, markov_rows)
     if slots is not None:
         logits = torch.where(slots[:, None] >= 0, logits, float("-inf"))
     return Confidence(logits, torch.sigmoid(logits))

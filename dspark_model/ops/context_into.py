@@ -55,8 +55,8 @@ def context_kv(
 
 
 def _cute(rows, weight, workspace: BetweenWorkspace | None) -> torch.Tensor:
-    own, form = check_workspace(workspace, rows.device), Form(False, False, False, True)
-    check_launch(rows.shape[0], rows, own, own)
+    own, form = check_workspace("context_kv", workspace, rows.device), Form(False, False, False, True)
+    check_launch("context_kv", rows.shape[0], rows, own, own)
     if (rows.shape[1], weight.shape[0]) != (own.hidden, own.layers * (own.width - own.q_rank)):
         raise ValueError(
             f"context_kv: the BetweenWorkspace is for {own}, the weight is {[*weight.shape]}; make one with its layers"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dspark_model import ops
 from dspark_model.modeling import MLADSparkForCausalLM
 from dspark_model.rope import RopeTable
 from dspark_model.training.anchors import anchor_batch, block_labels, eligible_anchors
@@ -101,12 +100,8 @@ def _draft_everywhere(
 
 def _draft(model: MLADSparkForCausalLM, hidden: torch.Tensor, anchors: torch.Tensor):
     """Greedy drafts int64 [A, K] and confidence [A, K] of hidden [A, K, H]."""
-    hidden = hidden.to(model.lm_head.dtype)
-    base = ops.fp32_linear(hidden.flatten(0, 1), model.lm_head).unflatten(0, hidden.shape[:2])
-    head = model.markov_head
-    chain = ops.markov_chain(base, anchors, head.markov_w1.weight, head.markov_w2.weight, keep_biased=False)
-    logits = model.confidence_head(hidden, head.markov_w1(chain.previous_tokens))
-    return chain.draft_tokens, torch.sigmoid(logits)
+    draft = model.draft(hidden.to(model.lm_head.dtype), anchors, keep_biased=False)
+    return draft.draft_tokens, draft.confidence.probability
 
 
 def _padded(texts: Conversations) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
