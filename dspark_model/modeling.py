@@ -371,7 +371,8 @@ class MLADSparkForCausalLM(nn.Module):
     def _confidence(
         self, final_hidden: torch.Tensor, previous_tokens: torch.Tensor, slots: torch.Tensor | None, *, fused: bool
     ) -> ops.Confidence | None:
-        """`ops.confidence` by the confidence head; None without one."""
+        """`ops.confidence` by the confidence head; None without one.  fused: the head's product lies between what made
+        final_hidden and the chain, so it is complete when the chain lets this one begin."""
         head, backend = self.confidence_head, "triton" if fused else "torch"
         if head is None:
             return None

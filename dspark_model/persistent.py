@@ -43,8 +43,8 @@ class PersistentPath(LowMPath):
     The launches make queries over latents too where they can, and with `latent_norm_rope=cute` and a direct write into the pool
     the latents, so that the attention is the next kernel; the first one those of the context rows that a step adds, too.
 
-    launches_early: whether its launches begin beside the attention, and the attention beside them if it is the next kernel; the
-    first living path on a device that may does so.
+    launches_early: whether its launches begin beside the kernel in front of them, and the attention beside them if it is the
+    next kernel; the first living path on a device that may does so.
     """
 
     def __init__(self, model: "MLADSparkForCausalLM", *, may_launch_early: bool):

@@ -173,8 +173,8 @@ class StepRun:
         return projected, rows, self._embed(rows, projected.places)
 
     def _begin_overlapped(self) -> tuple["_Projected", StepRows, "_Block | None"]:
-        """`_begin` of generation rows alone, the projection on the side stream.  The places of its rows are made beside its
-        long product, and so is all that follows the verdict."""
+        """`_begin` of generation rows alone, the projection on the side stream, but for its norm where the layers store the
+        context.  The places of its rows are made beside its long product, and so is all that follows the verdict."""
         model, low_m, context, latents = self._model, self._low_m, None, None
         with self._side.fork():
             product = model.context_product(self._generation_taps(), low_m)

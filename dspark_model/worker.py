@@ -135,7 +135,8 @@ class DFlashWorker:
         graphs, megabytes = self._graphs.num_graphs, self._graphs.memory_bytes / 2**20
         report["graphs"] = f"{graphs} captured, {megabytes:.1f} MiB, {self.num_replays} replays"
         if self.resolved["gemm"].in_force == Gemm.PERSISTENT:
-            early, late = "begin beside the attention", "cooperative: when it was made, another one on this GPU launched early"
+            early = "begin beside the kernel before"
+            late = "cooperative: when it was made, another one on this GPU launched early"
             report["persistent_launches"] = early if self._products[Gemm.PERSISTENT].launches_early else late
         for choice in self.resolved.choices:
             report[f"runtime.{choice.name}"] = f"{choice.in_force} (asked for {choice.requested}: {choice.reason})"

@@ -46,8 +46,7 @@ for facts in (
             "boxes": ptx.count("cp.async.bulk.tensor.4d.shared"),
             "spilled": ".local" in ptx,
             "stack": stack(machine_code),
-            "waits": ptx.count("griddepcontrol.wait"),
-            "launches": ptx.count("griddepcontrol.launch_dependents"),
+            "programmatic": [re.findall(r"griddepcontrol.(\w+)|(ld.global)", entry) for entry in ptx.split(".entry")[1:]],
             "products": ptx.count("mma.sync.aligned.m16n8k16.row.col.f32"),
             "sends": ptx.count("st.shared::cluster.v2.b32"),
             "fetches": ptx.count("cp.async.ca.shared.global") + ptx.count("cp.async.cg.shared.global"),
@@ -74,8 +73,11 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
         assert result["wgmma"] == {str(columns): count for columns, count in products.items()}
         assert result["boxes"] == boxes
         assert not result["spilled"] and result["stack"] == [0, 0]
-        # Each waits for the kernel before it, and lets the one behind it begin.
-        assert (result["waits"], result["launches"]) == (2, 2)
+        # The attention waits for the kernel before it, and then lets the merge begin and reads.  The merge lets the next kernel
+        # begin at once, reads lengths, and waits.
+        attention, merge = ([kind or "read" for kind, _ in entry] for entry in result["programmatic"])
+        assert attention[:3] == ["wait", "launch_dependents", "read"]
+        assert merge[:2] == ["launch_dependents", "read"] and merge.count("wait") == 1 < merge.index("wait") < len(merge) - 1
         assert (result["products"], result["sends"], result["fetches"]) == (4 * tiles, tiles, fetches)
 
 

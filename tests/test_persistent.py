@@ -116,9 +116,12 @@ def test_the_layers_store_the_context_of_generation_rows(calls, monkeypatch, ove
 
     monkeypatch.setattr(ops, "context_store", context_store)
     fast = dataclasses.replace(PLAIN, gemm="persistent", fused_prologue="require", overlap_context_projection=overlap)
-    pools, drafts = [], []
+    pools, drafts, order, norm = [], [], [], model.norm_context
+    monkeypatch.setattr(model, "norm_context", lambda *given: order.append("norm") or norm(*given))
     for runtime in (PLAIN, fast):
         worker, made = make_worker(model, runtime, Layout.PAGE_MAJOR), []
+        join = worker._side.join
+        monkeypatch.setattr(worker._side, "join", lambda join=join: order.append("join") or join())
         draw = torch.Generator().manual_seed(7)
 
         def hidden(*shape, draw=draw):
@@ -130,6 +133,7 @@ def test_the_layers_store_the_context_of_generation_rows(calls, monkeypatch, ove
         for accepted in (2, 7, 0):
             stored.clear()
             early_ones.clear()
+            order.clear()
             target = torch.full((1, 8), 3)
             target[:, :accepted] = tokens[:, :accepted]
             rows = GenerationRows(request_ids=["a"], target_hidden=hidden(1, 8), target_tokens=target)
@@ -138,6 +142,8 @@ def test_the_layers_store_the_context_of_generation_rows(calls, monkeypatch, ove
             assert stored == ([] if runtime is fast else [(1, 8)])
             # The first attention reads context that the launch in front of it has stored.
             assert early_ones == ([(True, MAX_BETWEEN_ROWS), (True, 0)] if runtime is fast else [])
+            # The norm reads what the other stream has made.
+            assert order == (["join", "norm"] if runtime is fast and overlap == "require" else ["norm"])
         pools.append(worker.pool.storage.clone())
         drafts.append(torch.cat(made))
     assert torch.equal(*drafts)
@@ -209,7 +215,7 @@ def test_one_path_of_a_device_launches_early(calls):
         worker.release(0)
         (found,) = {early for _, _, early in calls}
         said = worker.describe()["persistent_launches"]
-        assert said == "begin beside the attention" if found else said.startswith("cooperative: when it was made, another")
+        assert said == "begin beside the kernel before" if found else said.startswith("cooperative: when it was made, another")
         return found
 
     gc.collect()  # workers of other tests

@@ -79,15 +79,56 @@ def chain(late: str) -> Case:
     return Case(base if late == "base" else anchors, call)
 
 
-def attention(late: str) -> Case:
-    """Both launches; the second one reads lengths too."""
-    lens = torch.tensor([3000], device=CUDA)
-    given = {
-        "queries": normal(1, DRAFTS, 8, 576), "latents": normal(95, 32, 576),
-        "table": torch.randperm(95, device=CUDA).view(1, 95).int(), "context_lens": lens, "seq_lens": lens + DRAFTS,
+def attention_inputs() -> dict[str, torch.Tensor]:
+    lens, table = torch.tensor([3000], device=CUDA), torch.zeros(3, 95, dtype=torch.int32, device=CUDA)
+    table[2] = torch.randperm(95, device=CUDA)
+    return {
+        "queries": normal(1, DRAFTS, 8, 576), "latents": normal(95, 32, 576), "page_table": table, "context_lens": lens,
+        "seq_lens": lens + DRAFTS, "slots": torch.tensor([2], device=CUDA),
     }  # fmt: skip
-    options = {"kv_lora_rank": 512, "softmax_scale": 0.1, "max_seq_len": 3040, "backend": "cute"}
-    return Case(given[late], lambda made: [ops.block_attention(*(given | {late: made}).values(), **options)])
+
+
+def attention(late: str, *, multiplied: bool) -> Case:
+    """Both launches; the second one reads lengths before the first one has ended."""
+    given, options = attention_inputs(), {"kv_lora_rank": 512, "softmax_scale": 0.1, "max_seq_len": 3040, "backend": "cute"}
+    if multiplied:
+        options["value_weights"] = normal(8, 128, 512).mT
+    return Case(given[late], lambda made: [ops.block_attention(**(given | {late: made}), **options)])
+
+
+def attention_parts(late: str) -> Case:
+    """With an early launch that merges behind it, which reads lengths before its own wait."""
+    from between_kit import ABSORBING, inputs, layers
+
+    sizes, given = ABSORBING["k3"], attention_inputs()
+    after, hidden = layers(sizes, "cuda", BF16)[0], inputs(sizes, DRAFTS, "cuda", BF16)[1]
+    options = {"kv_lora_rank": 512, "softmax_scale": 0.1, "value_weights": normal(8, 128, 512).mT}
+    workspace = ops.BetweenWorkspace(sizes, CUDA)
+
+    def call(made: torch.Tensor) -> list[torch.Tensor]:
+        parts = ops.attention_parts(**(given | {late: made}), **options)
+        return [ops.between_attentions(parts, hidden, after, None, backend="cute", workspace=workspace, early=True).hidden]
+
+    return Case(given[late], call)
+
+
+def end_of_a_step() -> Case:
+    """From the layers' rows to what the next step finds, each launch beside the one before it."""
+    norm_weight, head, w1, w2 = normal(HIDDEN), normal(VOCAB, HIDDEN), normal(VOCAB, RANK), normal(VOCAB, RANK)
+    weight, anchors, workspace = normal(HIDDEN + RANK), ids(1), ops.ChainWorkspace.for_tables(1, DRAFTS, VOCAB, w2, CUDA)
+    slots, numbers = torch.tensor([2], device=CUDA), torch.zeros(3, 4, dtype=torch.int64, device=CUDA)
+    state = ops.SlotDrafts(*numbers, ids(4, DRAFTS))
+
+    def call(rows: torch.Tensor) -> list[torch.Tensor]:
+        hidden = ops.rms_norm(rows, norm_weight, 1e-5, backend="triton")
+        base = ops.low_m_linear(hidden, head, out_dtype=torch.float32, backend="triton", early=True)[None]
+        chain = ops.markov_chain(base, anchors, w1, w2, keep_biased=False, backend="cute", workspace=workspace)
+        tokens = (w1, chain.previous_tokens)
+        found = ops.confidence(hidden[None], weight, weight[:1], *tokens, slots=slots, backend="triton", early=True)
+        committed = ops.step_commit(state, slots, slots, slots, slots, chain.draft_tokens, fused=True)
+        return [chain.draft_tokens, found.logits, found.probability, committed, state.draft_tokens[slots]]
+
+    return Case(normal(DRAFTS, HIDDEN), call)
 
 
 def before_attention(late: str) -> Case:
@@ -115,8 +156,11 @@ CASES = {
 }  # fmt: skip
 if importlib.util.find_spec("cutlass"):
     CASES |= {f"chain, {late}": lambda late=late: chain(late) for late in ("base", "anchors")}
-    kinds = ("queries", "latents", "table", "seq_lens")
-    CASES |= {f"attention, {late}": lambda late=late: attention(late) for late in kinds}
+    kinds = ("queries", "latents", "page_table", "seq_lens", "slots")
+    CASES |= {f"attention, {late}": lambda late=late: attention(late, multiplied=False) for late in kinds}
+    CASES |= {f"attention with a product, {late}": lambda late=late: attention(late, multiplied=True) for late in kinds}
+    CASES |= {f"attention merged later, {late}": lambda late=late: attention_parts(late) for late in kinds}
+    CASES["end of a step"] = end_of_a_step
     CASES |= {f"before attention, {late}": lambda late=late: before_attention(late) for late in ("rows", "context")}
 
 

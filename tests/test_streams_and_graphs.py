@@ -66,7 +66,7 @@ def test_k3_matrix(k3_model, profile, scenario, switches, batch, layout):
     runtimes = with_switches(switches, profile), with_switches((), profile)
     fast, plain = (make_worker(k3_model, runtime, layout, page_size=PAGE_SIZE) for runtime in runtimes)
     if profile == "persistent":
-        assert fast.describe()["persistent_launches"] == "begin beside the attention"
+        assert fast.describe()["persistent_launches"] == "begin beside the kernel before"
     duel = Duel(plain, fast)
     duel.run(SCENARIOS[scenario](batch, PAGE_SIZE))
     assert {name for name in EXACT_SWITCHES if duel.fast.resolved.takes(name)} == set(switches)
@@ -272,6 +272,20 @@ def test_500_replays_with_a_late_stream_are_equal_to_the_bit(profile, side):
     duel.fast._side.cycles = CYCLES // 20
     duel.run(churn(4, 32, 500))
     assert duel.fast.num_replays == duel.plain.num_replays == 500
+
+
+@pytest.mark.skipif("persistent" not in PROFILES, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize("side", [LateSide, LateMain])
+def test_replays_with_a_late_stream_whose_layers_store_the_context(k3_model, side):
+    """The context's norm is behind the join there, and the first launch of the layers begins beside it."""
+    gc.collect()  # workers of tests before, one of which may be the one that launches early
+    runtimes = with_switches(switches_of("persistent"), "persistent"), with_switches(("cuda_graph",), "persistent")
+    fast, plain = (make_worker(k3_model, runtime, Layout.LAYER_MAJOR, page_size=PAGE_SIZE) for runtime in runtimes)
+    duel = Duel(plain, fast)
+    fast._side = side(k3_model.device)
+    fast._side.cycles = CYCLES // 20
+    duel.run(churn(2, PAGE_SIZE, 60))
+    assert duel.fast.num_replays == duel.plain.num_replays == 60
 
 
 def lent_tables(keys: list[int], turn: int) -> torch.Tensor:

@@ -80,10 +80,10 @@ def between_attentions(
     multiprocessor, unless it is early.
     early: of the backend `cute`: the launch begins where multiprocessors are free while the kernel before it on the stream
         still runs, if that one allows it (programmatic dependent launch), and fetches weights until it has ended.  The weights,
-        and the lengths of an `AttentionParts`, must have been complete when that kernel began; all else may be what it makes or
-        waits for.  When it gets to its last product it lets the kernel behind it begin.  It is no cooperative launch, so
-        meanwhile no early one of another stream may run on the device, nor another kernel that waits for CTAs of its own
-        without being a cooperative launch.
+        and the lengths of an `AttentionParts`, must have been complete when that kernel let this one begin; all else may be
+        what it makes or waits for.  When it gets to its last product it lets the kernel behind it begin.  It is no cooperative
+        launch, so meanwhile no early one of another stream may run on the device, nor another kernel that waits for CTAs of
+        its own without being a cooperative launch.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit each other; or `cute`, and `between_attentions_refusal` gives a reason,

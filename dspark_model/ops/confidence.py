@@ -42,8 +42,10 @@ def confidence(
     there are none.
     backend: `torch`; or `triton`, one launch, which sums in another order: within 2^-18 of the sum of the terms' magnitudes,
         and probabilities within 2^-20 of the sigmoid of its logits.
-    early: `triton` only: the launch may begin while the kernel before it on the stream still runs, if that one allows it, and
-        read all but `previous_tokens` and `slots`: that must have been complete when the kernel before began.  The same bits.
+        From Hopper on it begins while the kernel before it on the stream still runs, if that one allows it (programmatic
+        dependent launch), and waits for its end; the bias must have been complete when that one let it begin.
+    early: `triton` only: it reads final_hidden and weight before that end too, so they must have been complete as well.  The
+        same bits.
 
     Raises:
         ValueError: backend `triton`, and a tensor does not fit.

@@ -76,9 +76,9 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
 
     64 weight rows by 128 values are 16 KB, beside which 8 rows of x are 1/8 of the traffic.  On an H200 with 8 rows one program
     a processor that has five such blocks under way was the fastest for weights up to 26 MB (fewer sums to add), two with three
-    for those of 30 MB and more, and three with two for a head, whose 320 tiles then run at once: 71 us, 75 with two.  With the
-    weight first wgmma takes both factors from shared memory: 5 to 13 % less time with 8 rows, but 3 to 20 % more where a weight
-    has more tiles than programs that run at once.
+    for those of 30 MB and more, and three with two where its tiles run at once so, and not with two, as the 320 of a head do:
+    71 us, 75 with two.  With the weight first wgmma takes both factors from shared memory: 5 to 13 % less time with 8 rows, but
+    3 to 20 % more where a weight has more tiles than programs that run at once.
     """
     tile_m, size = _tile_m(rows), out_features * in_features * dtype.itemsize * (1 + gate_up)
     if dtype is torch.float32:
@@ -88,13 +88,14 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
     else:
         n, k, warps = 64, 128, 4
         stages, programs = (6, 1) if size <= _ONE_PROGRAM_BYTES else (4, 2)
-        if -(-out_features // n) > processors * programs:
-            stages, programs = 3, 3
     if gate_up:
         n //= 2
-    splits, resident = low_m_splits(out_features, in_features, n, k, processors * programs), processors * programs
-    head_at_once = programs == 3 and -(-out_features // n) <= resident
-    weight_first = dtype is not torch.float32 and (tile_m > 16 or splits > 1 or head_at_once)
+    three_at_once = dtype is not torch.float32 and tile_m <= 32 and size > _ONE_PROGRAM_BYTES
+    three_at_once = three_at_once and 2 * processors < -(-out_features // n) <= 3 * processors
+    if three_at_once:
+        stages, programs = 3, 3
+    splits = low_m_splits(out_features, in_features, n, k, processors * programs)
+    weight_first = dtype is not torch.float32 and (tile_m > 16 or splits > 1 or three_at_once)
     return LowMTile(n, k, splits, stages, warps, weight_first)
 
 

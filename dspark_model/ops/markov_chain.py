@@ -216,7 +216,8 @@ def markov_chain(
     workspace: for a launch, of its backend, this B, K, V and these tables, on their device, with or without temperatures as
     the call.  All programs of the launch wait for one another: it is a cooperative launch of at most one program per
     multiprocessor, which the driver refuses where they cannot all be resident.  Two launches with the same workspace must not
-    overlap.
+    overlap.  One of `cute` begins while the kernel before it on the stream still runs, if that one allows it (programmatic
+    dependent launch), and reads W2, which must have been complete then.
 
     Raises:
         ValueError: another backend than `torch`, and `fused_chain_refusal` gives a reason, or tensors or the workspace do not

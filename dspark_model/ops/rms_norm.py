@@ -10,7 +10,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, backend: str 
 
     x: [..., H]; weight: [H].  Computed in float32 with the weight, rounded once to x's dtype.
     backend: `torch`; or `triton`, one kernel, which sums the squares in another order: within 1e-6 relative, so that a rounded
-    bf16 value differs by at most one step.
+    bf16 value differs by at most one step.  From Hopper on it begins while the kernel before it on the stream still runs, if
+    that one allows it (programmatic dependent launch), and reads the weight, which must have been complete then.
     """
     if backend == "triton":
         return _triton(x, weight, eps)

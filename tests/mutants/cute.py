@@ -328,6 +328,13 @@ MUTANTS = (
         needs="cutlass",
     ),
     Mutant(
+        "attention_alone_does_not_wait", "kernels/dspark_kernels/cute/block_attention_kernel.py",
+        "        cute.arch.griddepcontrol_wait()\n        # The merge's",
+        "        # The merge's",
+        "test_programmatic.py::test_what_the_kernel_before_makes_is_waited_for[attention, queries]",
+        needs="gpu",
+    ),
+    Mutant(
         "parts_take_any_word_for_a_product", "kernels/dspark_kernels/cute/between_attentions_values.py",
         "complete = there and complete",
         "pass",

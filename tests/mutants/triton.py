@@ -130,6 +130,13 @@ MUTANTS = (
         "ops/test_context_rows.py::test_dummy_rows_start_at_0_and_read_no_slot",
     ),
     Mutant(
+        "programmatic_kernels_do_not_wait", "kernels/dspark_kernels/triton/programmatic.py",
+        "        gdc_wait()",
+        "        pass",
+        "test_programmatic.py::test_what_the_kernel_before_makes_is_waited_for[rms_norm]",
+        needs="gpu",
+    ),
+    Mutant(
         "kernel_norms_by_the_padded_width", "kernels/dspark_kernels/triton/rms_norm.py",
         "tl.sum(x * x, 0) / WIDTH",
         "tl.sum(x * x, 0) / LANES",

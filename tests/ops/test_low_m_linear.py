@@ -235,6 +235,12 @@ def test_a_layers_cuts_are_those_that_were_the_fastest():
         assert (tile.splits, tile.stages) == cut
     tile = low_m_tile(8, 1792, 7168, torch.bfloat16, True, 132)
     assert (tile.n, tile.splits, tile.stages) == (32, 4, 4)
+    # Three programs a processor where all tiles of a large weight run at once so, and not with two.
+    for n, stages, first in ((16896, 4, False), (16897, 3, True), (25344, 3, True), (25345, 4, False)):
+        tile = low_m_tile(8, n, 7168, torch.bfloat16, False, 132)
+        assert (tile.splits, tile.stages, tile.weight_first) == (1, stages, first), n
+    assert low_m_tile(8, 9600, 1024, torch.bfloat16, False, 132).stages == 6
+    assert low_m_tile(8, 12672, 7168, torch.bfloat16, True, 132).stages == 3
 
 
 def test_a_workspace_for_products_serves_them_and_fewer_rows():

@@ -100,7 +100,7 @@ class Facts:
 
     lanes: rows of x, one of `LANES`; values: o_proj's inner dimension; queries: q_b_proj's outer one; following: whether the
     next layer's latents and queries are made; ctas: all of them resident; early: the launch begins beside the kernel before
-    it, if there is an attention before it, and the next attention may begin beside it; attention: of the kernel before it,
+    it, and the next attention may begin beside it; attention: of the kernel before it,
     whose parts are merged first; None: the first product's x is given; behind: whether the products behind an attention are
     made, else only those in front of the next layer's, of the rows in `Rows.residual`; heads: of queries, which become queries
     over latents; 0: they stay as they are; stored: whether the latents go to the pool; context: of how many layers the products

@@ -213,9 +213,10 @@ def add_units(
             _add_up(rows, work, unit_of(number, facts.attention), tag(launch, facts), facts.attention)
         cute.arch.fence_proxy("async.global")  # x is fetched by TMA
         cute.arch.sync_warp()
-    elif cutlass.const_expr(not facts.behind and facts.following):
+    else:
         cute.arch.griddepcontrol_wait()
         launch = this_launch(work, facts)
+    if cutlass.const_expr(not facts.behind and facts.following):
         cute.arch.mbarrier_wait(shared.multiplied, 0)
     if cute.arch.lane_idx() == 0:
         raise_counter(work.counters + facts.made_at, cutlass.Int32(1))

@@ -23,8 +23,8 @@ class Facts:
     two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
     merging_warps: of a CTA that merges; None: one for each of `merge_warps`, whose sums they make.
     merged: the launch merges; else another one does.
-    early: the launch may begin beside the kernel before it, which makes the queries, the latents of the block and at most so
-    many before them, late_rows.
+    early: the launch fetches keys before the kernel before it has ended, which makes the queries, the latents of the block and
+    at most so many before them, late_rows.
     """
 
     dtype: torch.dtype

@@ -164,6 +164,8 @@ def fetch(
     Early, it fetches the first tile, if that is of early context alone, beside the kernel before.  A CTA without a tile waits
     for that kernel too: who finds this launch ended may count on that one having ended.
     """
+    if cutlass.const_expr(not facts.early):
+        cute.arch.fence_proxy("async.global")  # by TMA comes what the kernel before has stored
     done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
     pairs_done = cutlass.Int32(0)
     box_shape = (facts.box, facts.box_columns)

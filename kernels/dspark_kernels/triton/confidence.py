@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dspark_kernels.triton.programmatic import begin
+from dspark_kernels.triton.programmatic import wait_then_let_next_in
 
 
 @triton.jit
@@ -37,14 +37,14 @@ def confidence_kernel(
     LANES: tl.constexpr,
     RANK_LANES: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
-    EARLY: tl.constexpr,  # of what is read only previous_ptr's tokens may come from the kernel before
+    EARLY: tl.constexpr,  # only tokens and slots may come from the kernel before
 ):
     row = tl.program_id(0).to(tl.int64)
     hidden_row = hidden_ptr + row // drafts * hidden_batch_stride + row % drafts * hidden_step_stride
     bias = tl.load(bias_ptr)
     if EARLY:
         logit = _sum_hidden(hidden_row, weight_ptr, hidden, LANES)
-    begin(PROGRAMMATIC)
+    wait_then_let_next_in(PROGRAMMATIC)
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + row // drafts)
     if w1_ptr is not None:

@@ -8,7 +8,7 @@ float32 partial sums in a workspace; the program that arrives last adds them in 
 import triton
 import triton.language as tl
 
-from dspark_kernels.triton.programmatic import begin
+from dspark_kernels.triton.programmatic import wait_then_let_next_in
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def low_m_linear_kernel(
     x_values = x_ptr + wide_rows * x_row_stride + lanes[None, :]
     weight_values = (weight_ptr + starts)[:, None] + lanes[None, :]
 
-    begin(PROGRAMMATIC)
+    wait_then_let_next_in(PROGRAMMATIC)
     columns = tile * TILE_N + tl.arange(0, TILE_N)
     stored = inside[:, None] & (columns < out_features)[None, :]
     if RESIDUAL:

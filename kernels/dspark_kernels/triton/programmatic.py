@@ -7,8 +7,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def begin(PROGRAMMATIC: tl.constexpr):
-    """Behind this, all that the kernel before has stored is there; what lies in front of it may read weights alone.
+def wait_then_let_next_in(PROGRAMMATIC: tl.constexpr):
+    """Behind this, all that the kernel before has stored is there; what lies in front of it may read weights alone, if its op
+    says no more.
 
     The next kernel is let in behind the wait: so it may count on all before this kernel having ended when it begins.
     """

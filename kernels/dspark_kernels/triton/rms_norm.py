@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dspark_kernels.triton.programmatic import begin
+from dspark_kernels.triton.programmatic import wait_then_let_next_in
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def rms_norm_kernel(
     lanes = tl.arange(0, LANES)
     inside = lanes < WIDTH
     weight = tl.load(weight_ptr + lanes, mask=inside, other=0.0).to(tl.float32)
-    begin(PROGRAMMATIC)
+    wait_then_let_next_in(PROGRAMMATIC)
     x = tl.load(x_ptr + row * x_row_stride + lanes, mask=inside, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
     tl.store(out_ptr + row * WIDTH + lanes, normed.to(out_ptr.dtype.element_ty), mask=inside)

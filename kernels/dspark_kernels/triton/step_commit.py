@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dspark_kernels.triton.programmatic import begin
+from dspark_kernels.triton.programmatic import wait_then_let_next_in
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def step_commit_kernel(
     LANES: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    begin(PROGRAMMATIC)
+    wait_then_let_next_in(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, LANES).to(tl.int64)
     slot = tl.load(slots_ptr + row)
