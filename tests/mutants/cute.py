@@ -84,7 +84,7 @@ MUTANTS = (
         "cute_attention_takes_request_b_from_row_b", "kernels/dspark_kernels/cute/block_attention_fetch.py",
         "row = cutlass.Int64((requests.slots + request).load())",
         "row = cutlass.Int64(request)",
-        "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[slots]",
+        "test_cute_block_attention.py::test_agrees_with_float64_and_repeats_its_bits[slots of many requests]",
         needs="gpu",
     ),
     Mutant(

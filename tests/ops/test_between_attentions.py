@@ -245,12 +245,12 @@ def test_compiles_to_mma_without_a_gpu(tmp_path):
     # product wait in registers; each other product's loop over boxes has its body twice and nothing behind it: the last of
     # q_b's three boxes leaves it in the middle.  A unit of an attention that is merged takes 4 steps, and a tile of the
     # heads' matrices is one box.
-    wanted = ((4 * (8 + 4 * 2), 2), (8 * (8 + 2 * 2), 2), (4 * (8 + 4 * 2 + 1) + 4, 4))
+    wanted = ((4 * (8 + 4 * 2), 3), (8 * (8 + 2 * 2), 3), (4 * (8 + 4 * 2 + 1) + 4, 4))
     results = json.loads(done.stdout.splitlines()[-1])
     for result, (products, waits) in zip(results, wanted, strict=True):
         assert (result["target"], result["products"]) == ("sm_90a", products)
-        # The warp that fetches x and those that finish tiles wait for the kernel before, those that merge and the one that
-        # adds up; the one that fetches weights does not.
+        # The warp that fetches x, the one that adds up and tells others, those that finish tiles and those that merge wait for
+        # the kernel before; the one that fetches weights does not.
         assert result["waits"] == waits
         assert not result["arrays_in_memory"]
         # What other CTAs write during the launch must not be read through the cache for constants.

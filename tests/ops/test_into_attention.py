@@ -230,16 +230,30 @@ def test_attentions_that_begin_beside_the_products_change_no_bit(contexts, rows)
 @pytest.mark.gpu
 @pytest.mark.parametrize("context", [8, 63, 64, 71, 72, 2048, 32768])
 def test_the_first_attention_waits_for_the_context_that_is_stored_in_front_of_it(context):
-    """Rows that are NaN until then."""
+    """Rows that are NaN until then.  Under a graph too, where no launch waits for the host."""
     work = Layers([context], 7, new_rows=8)
     wanted, pool = work.run(early=False), work.pool.clone()
     assert not wanted[-1].hidden.isnan().any()
-    for _ in range(10):
-        at = torch.arange(context - 8, context, device="cuda")
-        work.pool[work.table[0].long()[at // 32], :, at % 32] = float("nan")
-        for own, other in zip(work.run(early=True), wanted, strict=True):
+    at, before = torch.arange(context - 8, context, device="cuda"), pool.clone()
+    before[work.table[0].long()[at // 32], :, at % 32] = float("nan")
+
+    def run() -> list:
+        work.pool.copy_(before)
+        return work.run(early=True)
+
+    def check(made: list) -> None:
+        for own, other in zip(made, wanted, strict=True):
             assert_bitwise_equal(own.hidden, other.hidden)
         assert_bitwise_equal(work.pool, pool)
+
+    for _ in range(3):
+        check(run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+    for _ in range(10):
+        graph.replay()
+        check(made)
 
 
 @pytest.mark.gpu
@@ -267,7 +281,7 @@ def test_a_graph_of_early_launches_replays_with_other_rows_and_lengths():
 @pytest.mark.parametrize(("context", "late_rows"), [(2041, 0), (2048, 32)])
 def test_an_early_attention_waits_for_its_queries_and_rows(context, late_rows):
     """The kernel before it lets it begin at once, and writes queries and a page, NaN until then, 30 us later: that with the
-    block's first rows, or the last one of the context."""
+    block's first rows, or the last one of the context.  Under a graph: a host may need longer for a launch."""
     work, at = Layers([context], 7), (context - 1) // 32
     after, _ = work.weights[0]
     rows = torch.randn(7 * 8 + 32, 576).to("cuda", torch.bfloat16)  # queries, and the page
@@ -291,10 +305,17 @@ def test_an_early_attention_waits_for_its_queries_and_rows(context, late_rows):
     late.copy_(rows.flatten())
     wanted = attend(early=False)
     assert not wanted.isnan().any()
-    for _ in range(20):
+    graph, given = torch.cuda.CUDAGraph(), rows.flatten()
+    copy_late(late, given)
+    attend(early=True)  # both are compiled before the capture
+    with torch.cuda.graph(graph):
         late.fill_(float("nan"))
-        copy_late(late, rows.flatten())
-        assert_bitwise_equal(attend(early=True), wanted)
+        copy_late(late, given)
+        made = attend(early=True)
+    for _ in range(20):
+        made.fill_(float("nan"))
+        graph.replay()
+        assert_bitwise_equal(made, wanted)
 
 
 @pytest.mark.gpu
