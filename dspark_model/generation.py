@@ -79,33 +79,35 @@ def generate(
     *,
     max_new_tokens: int,
     end_tokens: Collection[int] = (),
-    sampling: SamplingParams = GREEDY,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     prefill_chunk: int = 512,
 ) -> list[Generation]:
     """Generate for a batch of prompts, drafting with `worker` and verifying with `target`.
 
     The prompts take slots 0 .. B - 1 of the target.  Greedy text equals `generate_plain`'s up to ties (`compare_greedy`);
     with a temperature the tokens follow the target's own distribution.
+    sampling: of all prompts, or one for each.  A draw hangs on the seed and the position alone, so equal prompts need seeds of
+        their own for texts of their own.
 
     Raises:
-        ValueError: a prompt is empty or too long for target or worker, there are more prompts than slots, or the target taps
-            other layers than the drafter was made for.
+        ValueError: a prompt is empty or too long for target or worker, there are more prompts than slots, another number of
+            `sampling` than prompts, or the target taps other layers than the drafter was made for.
         CapacityError: the worker cannot admit the prompts.
     """
     _check_made_for(target, worker)
     _check_prompts(target, prompts, max_new_tokens, worker.num_drafts, prefill_chunk)
-    texts = [_Text(index, list(prompt), max_new_tokens, frozenset(end_tokens)) for index, prompt in enumerate(prompts)]
+    texts = _texts(prompts, max_new_tokens, end_tokens, sampling)
     requests = [("generate", index) for index in range(len(prompts))]
     admitted = []
     try:
         for text, request in zip(texts, requests, strict=True):
             worker.admit(request, max_context=len(text.prompt) + max_new_tokens)
             admitted.append(request)
-        outputs = [_prefill(target, worker, text, requests[text.slot], sampling, prefill_chunk) for text in texts]
+        outputs = [_prefill(target, worker, text, requests[text.slot], prefill_chunk) for text in texts]
         drafts = {text.slot: _Drafts.of(output)[0] for text, output in zip(texts, outputs, strict=True)}
         while active := [text for text in texts if not text.finished]:
             started = time.perf_counter()
-            output = _verify(target, worker, active, [requests[text.slot] for text in active], drafts, sampling)
+            output = _verify(target, worker, active, [requests[text.slot] for text in active], drafts)
             drafts = {text.slot: own for text, own in zip(active, _Drafts.of(output), strict=True)}
             elapsed = time.perf_counter() - started
             for text in active:
@@ -123,19 +125,19 @@ def generate_plain(
     *,
     max_new_tokens: int,
     end_tokens: Collection[int] = (),
-    sampling: SamplingParams = GREEDY,
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     prefill_chunk: int = 512,
 ) -> list[Generation]:
     """Generate token by token with the target alone; arguments as in `generate`."""
     _check_prompts(target, prompts, max_new_tokens, 0, prefill_chunk)
-    texts = [_Text(index, list(prompt), max_new_tokens, frozenset(end_tokens)) for index, prompt in enumerate(prompts)]
+    texts = _texts(prompts, max_new_tokens, end_tokens, sampling)
     for text in texts:
-        text.begin(_run_prompt(target, text, prefill_chunk)[1].logits[0, -1], sampling)
+        text.begin(_run_prompt(target, text, prefill_chunk)[1].logits[0, -1])
     while active := [text for text in texts if not text.finished]:
         started = time.perf_counter()
         tokens = torch.tensor([[text.result.tokens[-1]] for text in active], device=target.device)
         output = target.forward(tokens, _integers(target, [text.slot for text in active]), _starts(target, active))
-        chosen, margins = _choose(active, output.logits[:, 0], sampling), _margins(output.logits[:, 0])
+        chosen, margins = _choose(active, output.logits[:, 0]), _margins(output.logits[:, 0])
         for text, token, margin in zip(active, chosen, margins, strict=True):
             text.extend([token], [margin])
         elapsed = time.perf_counter() - started
@@ -147,8 +149,8 @@ def generate_plain(
 class _Text:
     """One text in the making, in one slot of the target."""
 
-    def __init__(self, slot: int, prompt: list[int], max_new_tokens: int, end_tokens: frozenset[int]):
-        self.slot, self.prompt = slot, prompt
+    def __init__(self, slot: int, prompt: list[int], max_new_tokens: int, end_tokens: frozenset[int], sampling: SamplingParams):
+        self.slot, self.prompt, self.sampling = slot, prompt, sampling
         self._limit, self._end_tokens = max_new_tokens, end_tokens
         self.result = Generation()
 
@@ -162,9 +164,9 @@ class _Text:
         """Tokens whose cache rows are there: all but the newest, which the next pass runs."""
         return len(self.prompt) + len(self.result.tokens) - 1
 
-    def begin(self, logits: torch.Tensor, sampling: SamplingParams) -> int:
+    def begin(self, logits: torch.Tensor) -> int:
         """Take the token after the prompt from logits [V]."""
-        token = _choose([self], logits[None], sampling)[0]
+        token = _choose([self], logits[None])[0]
         self.result.tokens.append(token)
         self.result.margins.append(_margins(logits[None])[0])
         return token
@@ -178,6 +180,20 @@ class _Text:
         self.result.num_passes += 1
         self.result.committed.append(count)
         return count
+
+
+def _texts(
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    end_tokens: Collection[int],
+    sampling: SamplingParams | Sequence[SamplingParams],
+) -> list[_Text]:
+    """In slots 0 .. B - 1.  Raises ValueError for another number of `sampling` than prompts."""
+    given = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+    if len(given) != len(prompts):
+        raise ValueError(f"sampling has {len(given)} entries for {len(prompts)} prompts; give one for each, or one for all")
+    ends = frozenset(end_tokens)
+    return [_Text(index, list(prompt), max_new_tokens, ends, given[index]) for index, prompt in enumerate(prompts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +223,9 @@ def _run_prompt(target: Target, text: _Text, chunk: int) -> tuple[list[torch.Ten
 
 
 @torch.inference_mode()
-def _prefill(
-    target: Target, worker: DFlashWorker, text: _Text, request: tuple[str, int], sampling: SamplingParams, chunk: int
-) -> StepOutput:
+def _prefill(target: Target, worker: DFlashWorker, text: _Text, request: tuple[str, int], chunk: int) -> StepOutput:
     parts, last = _run_prompt(target, text, chunk)
-    anchor = text.begin(last.logits[0, -1], sampling)
+    anchor = text.begin(last.logits[0, -1])
     start = 0
     for index, hidden in enumerate(parts):
         piece = ContextChunk(
@@ -219,7 +233,7 @@ def _prefill(
             target_hidden=hidden,
             start_position=start,
             anchor=anchor if index == len(parts) - 1 else None,
-            sampling=sampling,
+            sampling=text.sampling,
         )
         output = worker.step(StepInput(context=[piece]))
         start += hidden.shape[0]
@@ -235,14 +249,13 @@ def _verify(
     active: list[_Text],
     requests: list[tuple[str, int]],
     drafts: dict[int, _Drafts],
-    sampling: SamplingParams,
 ) -> StepOutput:
     """One target pass over the drafts of all active texts, and the worker's step on it."""
     anchors = _integers(target, [text.result.tokens[-1] for text in active])
     checked = torch.stack([drafts[text.slot].tokens for text in active])
     tokens = torch.cat((anchors[:, None], checked), dim=1)
     seen = target.forward(tokens, _integers(target, [text.slot for text in active]), _starts(target, active))
-    greedy = sampling.temperature == 0
+    greedy = all(text.sampling.temperature == 0 for text in active)
     output = worker.step(
         StepInput(
             generation=GenerationRows(
@@ -250,7 +263,7 @@ def _verify(
                 target_hidden=seen.hidden,
                 target_tokens=seen.logits.argmax(-1) if greedy else None,
                 target_logits=None if greedy else seen.logits,
-                sampling=[sampling] * len(active),
+                sampling=[text.sampling for text in active],
             )
         )
     )
@@ -272,11 +285,13 @@ def _count(result: Generation, drafts: _Drafts, num_accepted: int, num_added: in
             result.confidence.append((drafts.confidence[k], stands))
 
 
-def _choose(texts: list[_Text], logits: torch.Tensor, sampling: SamplingParams) -> list[int]:
+def _choose(texts: list[_Text], logits: torch.Tensor) -> list[int]:
     """The target's next token of each text from logits [B, V]; a draw depends on the seed and the position alone."""
-    if sampling.temperature == 0:
-        return logits.argmax(-1).tolist()
-    return [draw_token(row, sampling, text.known + 1) for text, row in zip(texts, logits, strict=True)]
+    tokens = logits.argmax(-1).tolist()
+    for index, text in enumerate(texts):
+        if text.sampling.temperature > 0:
+            tokens[index] = draw_token(logits[index], text.sampling, text.known + 1)
+    return tokens
 
 
 def _margins(logits: torch.Tensor) -> list[float]:

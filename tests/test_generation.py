@@ -157,6 +157,26 @@ def test_sampled_text_depends_on_the_seed_alone(target, worker):
     assert run(1) != run(2)
 
 
+@pytest.mark.parametrize("drafted", [True, False])
+def test_each_prompt_has_its_own_sampling(target, worker, drafted):
+    """Equal prompts under their own seeds, and a greedy one among them; each as it is with these parameters for all."""
+    params = [SamplingParams(temperature=0.9, seed=1), SamplingParams(), SamplingParams(temperature=0.9, seed=2)]
+
+    def run(sampling) -> list[list[int]]:
+        options = {"max_new_tokens": 12, "sampling": sampling}
+        prompts = [PROMPTS[0]] * 3
+        texts = generate(target, worker, prompts, **options) if drafted else generate_plain(target, prompts, **options)
+        return [text.tokens for text in texts]
+
+    found = run(params)
+    assert found[1] == run(SamplingParams())[1] and found[0] != found[2]
+    for index in (0, 2):
+        assert found[index] == run(params[index])[index]
+    with pytest.raises(ValueError, match="sampling has 2 entries for 3 prompts; give one for each, or one for all"):
+        run(params[:2])
+    assert (worker.num_requests, worker.pool.num_held_pages) == (0, 0)
+
+
 def test_a_tie_is_excused_and_a_real_difference_is_not():
     def text(tokens, margins):
         return Generation(tokens=tokens, margins=margins)
