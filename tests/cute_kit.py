@@ -1,6 +1,8 @@
 """Compiling CuTe DSL kernels without a GPU, in a process of its own."""
 
+import base64
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,3 +24,14 @@ def run_compiling(program: str, dump: Path, *arguments: str, architecture: str =
     }
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, cwd=dump)
+
+
+def stack_bytes(code: str, folder: Path) -> list[int]:
+    """Of the stack of each kernel in machine code, base64: above 0 where registers did not suffice."""
+    import triton
+
+    file = folder / "kernels.cubin"
+    file.write_bytes(base64.b64decode(code))
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    return [int(size) for size in re.findall(r"STACK:(\d+)", usage)]

@@ -23,7 +23,7 @@ from between_kit import (
     layers,
     results,
 )
-from cute_kit import run_compiling
+from cute_kit import run_compiling, stack_bytes
 from kernel_kit import watched_memory
 
 from dspark_model.ops import (
@@ -210,7 +210,7 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
 
 
 COMPILE = r"""
-import json, re
+import base64, json, re
 import torch
 from dspark_kernels.cute.between_attentions import compile_between_attentions
 from dspark_kernels.cute.between_attentions_schedule import Facts
@@ -223,7 +223,8 @@ results = []
 for lanes, following, merged, heads in ((8, True, None, 0), (16, False, None, 0), (8, True, attention, 8)):
     sizes = (7168, 1024, 1792, 1536, 576, 1536)
     facts = Facts(torch.bfloat16, lanes, *sizes, following, 132, attention=merged, heads=heads, stored=heads > 0)
-    ptx = compile_between_attentions(facts, "sm_90a").__ptx__
+    compiled = compile_between_attentions(facts, "sm_90a")
+    ptx = compiled.__ptx__
     results.append(
         {
             "target": re.search(r"\.target (\w+)", ptx)[1],
@@ -231,6 +232,7 @@ for lanes, following, merged, heads in ((8, True, None, 0), (16, False, None, 0)
             "waits": ptx.count("griddepcontrol.wait"),
             "cached_weights": "ld.global.nc" in ptx,
             "arrays_in_memory": ".local" in ptx,
+            "code": base64.b64encode(compiled.__cubin__).decode(),
         }
     )
 print(json.dumps(results))
@@ -252,7 +254,7 @@ def test_compiles_to_mma_without_a_gpu(tmp_path):
         # The warp that fetches x, the one that adds up and tells others, those that finish tiles and those that merge wait for
         # the kernel before; the one that fetches weights does not.
         assert result["waits"] == waits
-        assert not result["arrays_in_memory"]
+        assert not result["arrays_in_memory"] and stack_bytes(result["code"], tmp_path) == [0]
         # What other CTAs write during the launch must not be read through the cache for constants.
         assert not result["cached_weights"]
 
