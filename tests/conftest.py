@@ -23,7 +23,8 @@ def pytest_configure():
 # Files of minutes come first, so that no process is left with one of them when the others have nothing more to do.
 LONG = (
     "test_switch_matrix.py", "test_mutants.py", "test_kernels_compile.py", "test_cute_block_attention.py",
-    "test_acceptance_floor.py", "test_training.py", "test_cute_compile.py", "test_demo.py", "test_block_attention.py",
+    "test_acceptance_floor.py", "test_training.py", "test_cute_compile.py", "test_demo.py", "test_block_attention_kernel.py",
+    "test_training_forward.py", "test_training_text.py",
     "test_markov_chain_draws.py", "test_markov_chain.py", "test_cute_markov_chain.py",
 )  # fmt: skip
 

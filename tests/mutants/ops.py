@@ -121,7 +121,7 @@ MUTANTS = (
         "attention_tiles_follow_the_batch", "dspark_model/ops/block_attention.py",
         "choose_tuning(block * heads,",
         "choose_tuning(batch * block * heads,",
-        "ops/test_block_attention.py::test_no_launch_shape_follows_padding_or_a_bound",
+        "ops/test_block_attention_kernel.py::test_no_launch_shape_follows_padding_or_a_bound",
     ),
     Mutant(
         "reference_takes_the_request_for_its_slot", "dspark_model/ops/block_attention.py",
@@ -145,25 +145,25 @@ MUTANTS = (
         "upper_triangle_has_its_diagonal", "dspark_model/ops/attention_fixup.py",
         "(offsets > offsets[:, None])",
         "(offsets >= offsets[:, None])",
-        "ops/test_block_attention.py::test_upper_triangle_completes_a_causal_result[16-4]",
+        "ops/test_block_attention_backends.py::test_upper_triangle_completes_a_causal_result[16-4]",
     ),
     Mutant(
         "upper_triangle_of_a_cut_block", "dspark_model/ops/attention_fixup.py",
         "behind = present[:, None, :] & (offsets",
         "behind = (present | True)[:, None, :] & (offsets",
-        "ops/test_block_attention.py::test_upper_triangle_completes_a_causal_result[16-1]",
+        "ops/test_block_attention_backends.py::test_upper_triangle_completes_a_causal_result[16-1]",
     ),
     Mutant(
         "flashinfer_loses_the_last_page", "dspark_model/ops/attention_flashinfer.py",
         "counts = (lens + page_size - 1) // page_size",
         "counts = lens // page_size",
-        "ops/test_block_attention.py::test_flashinfer_gets_the_pages_of_requests_with_keys[False]",
+        "ops/test_block_attention_backends.py::test_flashinfer_gets_the_pages_of_requests_with_keys[False]",
     ),
     Mutant(
         "flashinfer_gets_requests_without_keys", "dspark_model/ops/attention_flashinfer.py",
         "live = (seq_lens > 0)",
         "live = (seq_lens >= 0)",
-        "ops/test_block_attention.py::test_flashinfer_gets_the_pages_of_requests_with_keys[False]",
+        "ops/test_block_attention_backends.py::test_flashinfer_gets_the_pages_of_requests_with_keys[False]",
     ),
     Mutant(
         "window_is_one_row_longer", "dspark_model/ops/block_attention.py",
