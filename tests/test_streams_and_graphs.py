@@ -274,7 +274,7 @@ def test_500_replays_with_a_late_stream_are_equal_to_the_bit(profile, side):
     assert duel.fast.num_replays == duel.plain.num_replays == 500
 
 
-@pytest.mark.skipif("persistent" not in PROFILES, reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.skipif("persistent" not in K3_PROFILES, reason="this needs a GPU and nvidia-cutlass-dsl")
 @pytest.mark.parametrize("side", [LateSide, LateMain])
 def test_replays_with_a_late_stream_whose_layers_store_the_context(k3_model, side):
     """The context's norm is behind the join there, and the first launch of the layers begins beside it."""
