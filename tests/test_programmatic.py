@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dspark_model import ops
-from dspark_model.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
@@ -54,15 +53,21 @@ def confidence_of_tokens() -> Case:
     return Case(ids(1, DRAFTS), lambda tokens: [ops.confidence(rows, weight, weight[:1], w1, tokens, **options).logits])
 
 
-def commit() -> Case:
-    slots, numbers = torch.tensor([2], device=CUDA), torch.zeros(3, 4, dtype=torch.int64, device=CUDA)
+def committing() -> Callable[[torch.Tensor, torch.Tensor], list[torch.Tensor]]:
+    """A commit of one row's drafts: the next tokens, and what its slot has then."""
+    numbers = torch.zeros(3, 4, dtype=torch.int64, device=CUDA)
     state = ops.SlotDrafts(*numbers, ids(4, DRAFTS))
 
-    def call(drafts: torch.Tensor) -> list[torch.Tensor]:
+    def commit(slots: torch.Tensor, drafts: torch.Tensor) -> list[torch.Tensor]:
         tokens = ops.step_commit(state, slots, slots, slots, slots, drafts, fused=True)
         return [tokens, state.draft_tokens[slots]]
 
-    return Case(ids(1, DRAFTS), call)
+    return commit
+
+
+def commit() -> Case:
+    slots, call = torch.tensor([2], device=CUDA), committing()
+    return Case(ids(1, DRAFTS), lambda drafts: call(slots, drafts))
 
 
 def chain(late: str) -> Case:
@@ -116,8 +121,7 @@ def end_of_a_step() -> Case:
     """From the layers' rows to what the next step finds, each launch beside the one before it."""
     norm_weight, head, w1, w2 = normal(HIDDEN), normal(VOCAB, HIDDEN), normal(VOCAB, RANK), normal(VOCAB, RANK)
     weight, anchors, workspace = normal(HIDDEN + RANK), ids(1), ops.ChainWorkspace.for_tables(1, DRAFTS, VOCAB, w2, CUDA)
-    slots, numbers = torch.tensor([2], device=CUDA), torch.zeros(3, 4, dtype=torch.int64, device=CUDA)
-    state = ops.SlotDrafts(*numbers, ids(4, DRAFTS))
+    slots, commit = torch.tensor([2], device=CUDA), committing()
 
     def call(rows: torch.Tensor) -> list[torch.Tensor]:
         hidden = ops.rms_norm(rows, norm_weight, 1e-5, backend="triton")
@@ -125,8 +129,7 @@ def end_of_a_step() -> Case:
         chain = ops.markov_chain(base, anchors, w1, w2, keep_biased=False, backend="cute", workspace=workspace)
         tokens = (w1, chain.previous_tokens)
         found = ops.confidence(hidden[None], weight, weight[:1], *tokens, slots=slots, backend="triton", early=True)
-        committed = ops.step_commit(state, slots, slots, slots, slots, chain.draft_tokens, fused=True)
-        return [chain.draft_tokens, found.logits, found.probability, committed, state.draft_tokens[slots]]
+        return [chain.draft_tokens, found.logits, found.probability, *commit(slots, chain.draft_tokens)]
 
     return Case(normal(DRAFTS, HIDDEN), call)
 
@@ -167,28 +170,8 @@ if importlib.util.find_spec("cutlass"):
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_kernel_before_makes_is_waited_for(case):
     """It lets the launch begin at once, and writes 30 us later; until then there are NaN or zeros.  Under a graph too."""
-    from late_kit import copy_late
+    from late_kit import check_waits
 
     case = CASES[case]()
     late = torch.empty_like(case.values)
-    wanted = [result.clone() for result in case.call(case.values)]
-
-    def work() -> list[torch.Tensor]:
-        late.fill_(float("nan") if late.is_floating_point() else 0)
-        copy_late(late, case.values)
-        return case.call(late)
-
-    def check(made: list[torch.Tensor]) -> None:
-        for own, other in zip(made, wanted, strict=True):
-            assert_bitwise_equal(own, other)
-
-    for _ in range(10):
-        check(work())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = work()
-    for _ in range(10):
-        for result in made:
-            result.zero_()
-        graph.replay()
-        check(made)
+    check_waits(late, case.values, lambda: case.call(late), case.call(case.values))

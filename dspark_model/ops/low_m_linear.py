@@ -81,21 +81,20 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
     3 to 20 % more where a weight has more tiles than programs that run at once.
     """
     tile_m, size = _tile_m(rows), out_features * in_features * dtype.itemsize * (1 + gate_up)
+    n = (32 if dtype is torch.float32 else 64) // (1 + gate_up)
+    tiles = -(-out_features // n)
     if dtype is torch.float32:
-        n, k, stages, warps, programs = 32, 32, 3, 4, 2
+        k, stages, warps, programs = 32, 3, 4, 2
     elif tile_m > 32:
-        n, k, stages, warps, programs = 64, 128, 3, tile_m // 16, 2 if tile_m == 64 else 1
+        k, stages, warps, programs = 128, 3, tile_m // 16, 2 if tile_m == 64 else 1
+    elif size <= _ONE_PROGRAM_BYTES:
+        k, stages, warps, programs = 128, 6, 4, 1
+    elif 2 * processors < tiles <= 3 * processors:
+        k, stages, warps, programs = 128, 3, 4, 3
     else:
-        n, k, warps = 64, 128, 4
-        stages, programs = (6, 1) if size <= _ONE_PROGRAM_BYTES else (4, 2)
-    if gate_up:
-        n //= 2
-    three_at_once = dtype is not torch.float32 and tile_m <= 32 and size > _ONE_PROGRAM_BYTES
-    three_at_once = three_at_once and 2 * processors < -(-out_features // n) <= 3 * processors
-    if three_at_once:
-        stages, programs = 3, 3
+        k, stages, warps, programs = 128, 4, 4, 2
     splits = low_m_splits(out_features, in_features, n, k, processors * programs)
-    weight_first = dtype is not torch.float32 and (tile_m > 16 or splits > 1 or three_at_once)
+    weight_first = dtype is not torch.float32 and (tile_m > 16 or splits > 1 or programs == 3)
     return LowMTile(n, k, splits, stages, warps, weight_first)
 
 

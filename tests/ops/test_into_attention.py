@@ -6,7 +6,7 @@ import pytest
 import torch
 from between_kit import ABSORBING, context_of, inputs, into_attention, layers
 from kernel_kit import watched_memory
-from late_kit import copy_late
+from late_kit import check_waits
 
 from dspark_model.ops import (
     BeforeAttention,
@@ -281,7 +281,7 @@ def test_a_graph_of_early_launches_replays_with_other_rows_and_lengths():
 @pytest.mark.parametrize(("context", "late_rows"), [(2041, 0), (2048, 32)])
 def test_an_early_attention_waits_for_its_queries_and_rows(context, late_rows):
     """The kernel before it lets it begin at once, and writes queries and a page, NaN until then, 30 us later: that with the
-    block's first rows, or the last one of the context.  Under a graph: a host may need longer for a launch."""
+    block's first rows, or the last one of the context."""
     work, at = Layers([context], 7), (context - 1) // 32
     after, _ = work.weights[0]
     rows = torch.randn(7 * 8 + 32, 576).to("cuda", torch.bfloat16)  # queries, and the page
@@ -305,17 +305,7 @@ def test_an_early_attention_waits_for_its_queries_and_rows(context, late_rows):
     late.copy_(rows.flatten())
     wanted = attend(early=False)
     assert not wanted.isnan().any()
-    graph, given = torch.cuda.CUDAGraph(), rows.flatten()
-    copy_late(late, given)
-    attend(early=True)  # both are compiled before the capture
-    with torch.cuda.graph(graph):
-        late.fill_(float("nan"))
-        copy_late(late, given)
-        made = attend(early=True)
-    for _ in range(20):
-        made.fill_(float("nan"))
-        graph.replay()
-        assert_bitwise_equal(made, wanted)
+    check_waits(late, rows.flatten(), lambda: [attend(early=True)], [wanted])
 
 
 @pytest.mark.gpu
