@@ -36,7 +36,7 @@ EARLY_QUERIES = 64  # of a request: with more of them an early attention has not
 
 
 class PersistentPath(LowMPath):
-    """`LowMPath`, whose blocks of at most 16 rows have `ops.between_attentions` between the attentions of their layers.
+    """`LowMPath`, whose blocks of at most 32 rows have `ops.between_attentions` between the attentions of their layers.
 
     The projections of queries and latents have to be one product, see `MLAAttention.merge_qkv_a`.
 
@@ -59,7 +59,7 @@ class PersistentPath(LowMPath):
             torch.cuda.synchronize(model.device)  # launches of a path that is gone may still be on their way
 
     def context_kv(self, context: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`LowMPath.context_kv`, for up to 16 rows with the bits of `ops.before_attention`."""
+        """`LowMPath.context_kv`, for up to 32 rows with the bits of `ops.before_attention`."""
         if not self._absorbs or not 1 <= len(context) <= MAX_BETWEEN_ROWS:
             return super().context_kv(context, weight)
         return ops.context_kv(context, weight, backend="cute", workspace=self._between)

@@ -72,7 +72,7 @@ def between_attentions(
     values: [M, V], or the backend `cute`'s `AttentionParts` of them, which it merges first, to the bits of `block_attention`
     with value_weights; residual: [M, H]; M >= 1; weights as in `AfterAttention` and `BeforeAttention`; before: None behind the
     last layer.  Every product, with the norm in front and what follows, is `low_m_linear`'s, and so are the roundings.
-    backend: `torch`; or `cute`, one launch for up to 16 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of
+    backend: `torch`; or `cute`, one launch for up to 32 rows of bfloat16 on Hopper, all tensors contiguous and at multiples of
     16 bytes.  Each of its products keeps `low_m_linear`'s bound for what it is given, and an absorption that of
     `per_head_product`; latents have the bits of `latent_norm_rope`'s backend `cute`.  A row's bits depend on its own values,
     the sizes and the device's number of processors, on nothing else.

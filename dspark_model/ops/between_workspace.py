@@ -7,9 +7,8 @@ import torch
 
 from dspark_model.ops.cute_device import cute_device_refusal
 
-# With more rows the launches of `low_m` are as fast: with 28 a step at K3's shape took 695 us, and 702 with one launch between
-# two attentions in a form for 32 rows, on an H200.
-MAX_BETWEEN_ROWS = 16
+# With 28 a step at K3's shape takes 568 us so, 640 by the launches of `low_m`, on an H200.
+MAX_BETWEEN_ROWS = 32
 
 
 class Form(NamedTuple):

@@ -35,7 +35,7 @@ def context_kv(
 ) -> torch.Tensor:
     """rows @ weight.T, rounded once: of context rows [M', H] and weight [L * D, H] of all layers [M', L * D].
 
-    backend: `torch`; or `cute`, with the bits that `before_attention` has for a context, for 1 to 16 rows of bfloat16 on
+    backend: `torch`; or `cute`, with the bits that `before_attention` has for a context, for 1 to 32 rows of bfloat16 on
     Hopper.
     workspace: of the backend `cute`; a launch on another stream may use it meanwhile, if it is none of this op.
 

@@ -224,16 +224,16 @@ MUTANTS = (
     ),
     Mutant(
         "between_sums_half_of_the_squares", "kernels/dspark_kernels/cute/between_attentions_fetch.py",
-        "total += cute.arch.shuffle_sync_bfly(total, 8)",
-        "pass",
+        "for apart in (8, 16):",
+        "for apart in (16,):",
         "ops/test_between_attentions.py::test_each_product_keeps_its_bound[k3-7-True]",
         needs="gpu",
     ),
     Mutant(
         "between_sums_half_of_the_squares_of_more_rows", "kernels/dspark_kernels/cute/between_attentions_fetch.py",
-        "total += other",
-        "pass",
-        "ops/test_between_attentions.py::test_each_product_keeps_its_bound[k3-9-True]",
+        "for i in range(0, GROUPS, WARP // lanes)]",
+        "for i in range(0, GROUPS // 2, WARP // lanes)]",
+        "ops/test_between_attentions.py::test_each_product_keeps_its_bound[k3-28-True]",
         needs="gpu",
     ),
     Mutant(
@@ -308,10 +308,24 @@ MUTANTS = (
     ),
     Mutant(
         "parts_leave_the_last_rows_out", "kernels/dspark_kernels/cute/between_attentions_values.py",
-        "return batch * attention.heads * -(-attention.rows // UNIT_ROWS) * attention.slices",
-        "return batch * attention.heads * (attention.rows // UNIT_ROWS) * attention.slices",
+        "return batch * attention.heads * -(-attention.rows // attention.group_rows) * attention.slices",
+        "return batch * attention.heads * (attention.rows // attention.group_rows) * attention.slices",
         "ops/test_attention_parts.py::test_units_cover_all_rows_and_latents_once[1-7-8-512]",
         needs="cutlass",
+    ),
+    Mutant(
+        "parts_have_units_of_eight_rows_always", "kernels/dspark_kernels/cute/block_attention.py",
+        "return 8 if batch * rows > 16 and rows > 4 else 4",
+        "return 8",
+        "ops/test_attention_parts.py::test_the_workspace_has_words_for_all_batches",
+        needs="cutlass",
+    ),
+    Mutant(
+        "parts_of_eight_rows_leave_half_of_them_out", "kernels/dspark_kernels/cute/between_attentions_values.py",
+        "if lane % 4 < facts.attention.group_rows // 2:",
+        "if lane % 4 < 2:",
+        "ops/test_attention_parts.py::test_parts_give_the_bits_of_values[7-8-512-128-four-False]",
+        needs="gpu",
     ),
     Mutant(
         "parts_of_many_queries_are_merged", "kernels/dspark_kernels/cute/between_attentions_values.py",

@@ -32,6 +32,7 @@ LENGTHS = {  # context of each request; -1: a request without keys
     "32k": [32768],
     "131k": [131071],
     "two": [300, 4000],
+    "four": [2041, 0, 32768, 57],
     "gone": [-1, 900],
     "all gone": [-1],
 }
@@ -94,18 +95,19 @@ def sizes_of(heads: int, width: int = K3_VALUES) -> BetweenSizes:
 
 @needs_cute
 @pytest.mark.parametrize(
-    ("batch", "rows", "heads", "latent"), [(1, 7, 8, 512), (2, 8, 8, 512), (16, 1, 3, 128), (3, 5, 16, 256)]
+    ("batch", "rows", "heads", "latent"), [(1, 7, 8, 512), (4, 8, 8, 512), (16, 1, 3, 128), (3, 6, 16, 256), (2, 9, 8, 128)]
 )
 def test_units_cover_all_rows_and_latents_once(batch, rows, heads, latent):
     from dspark_kernels.cute.between_attentions_values import num_units, unit_of
-    from dspark_kernels.cute.block_attention import UNIT_ROWS
+    from dspark_kernels.cute.block_attention import unit_rows
     from dspark_kernels.cute.block_attention_facts import Facts
 
-    facts = Facts(torch.bfloat16, latent, latent + 64, rows, heads, 32, False, 132, value_width=128, group_rows=UNIT_ROWS)
+    of_unit = unit_rows(batch, rows)
+    facts = Facts(torch.bfloat16, latent, latent + 64, rows, heads, 32, False, 132, value_width=128, group_rows=of_unit)
     seen = []
     for number in range(num_units(batch, facts)):
         unit = unit_of(number, facts)
-        block_rows = range(unit.group.first, min(unit.group.first + UNIT_ROWS, rows))
+        block_rows = range(unit.group.first, min(unit.group.first + of_unit, rows))
         seen += [(unit.group.request, unit.group.head, row, unit.slice) for row in block_rows]
         assert unit_of(number - unit.slice, facts).group == unit.group and unit.number == number
     assert sorted(seen) == list(itertools.product(range(batch), range(heads), range(rows), range(latent // 64)))
@@ -114,13 +116,15 @@ def test_units_cover_all_rows_and_latents_once(batch, rows, heads, latent):
 @needs_cute
 def test_the_workspace_has_words_for_all_batches():
     from dspark_kernels.cute.between_attentions_values import num_units
-    from dspark_kernels.cute.block_attention import UNIT_ROWS
+    from dspark_kernels.cute.block_attention import unit_rows
     from dspark_kernels.cute.block_attention_facts import Facts
 
     needed = []
     for rows in range(1, MAX_BETWEEN_ROWS + 1):
-        facts = Facts(torch.bfloat16, 512, 576, rows, 8, 32, False, 132, value_width=64, group_rows=UNIT_ROWS)
-        needed.append(num_units(MAX_BETWEEN_ROWS // rows, facts) * UNIT_ROWS * 64)
+        for batch in range(1, MAX_BETWEEN_ROWS // rows + 1):
+            of_unit = unit_rows(batch, rows)
+            facts = Facts(torch.bfloat16, 512, 576, rows, 8, 32, False, 132, value_width=64, group_rows=of_unit)
+            needed.append(num_units(batch, facts) * of_unit * 64)
     assert max(needed) == MERGE_WORDS * 8 * 64
 
 
@@ -204,7 +208,7 @@ def test_batches_of_all_sizes_share_a_workspace():
     )
     cases = [
         attended(contexts, rows, 8, 256)
-        for contexts, rows in (([100], 7), ([9, 700], 8), ([5] * 16, 1), ([3000], 1), ([40] * 5, 3))
+        for contexts, rows in (([100], 7), ([9, 700], 8), ([5] * 16, 1), ([3000], 1), ([40] * 5, 3), ([9, 0, 2000, 70], 7))
     ]
     kinds = [(case, following) for case in cases for following in (before, None)]
     wanted = [

@@ -33,7 +33,7 @@ def test_reference_matches_float64(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN], ids=["k3", "small", "uneven"])
 def test_products_keep_their_bound_and_their_bits(sizes, rows):
     """Between launches of the other forms, on one workspace."""

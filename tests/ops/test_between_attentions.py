@@ -169,14 +169,12 @@ def test_a_context_is_a_product_among_the_others(sizes):
 )
 @pytest.mark.parametrize("ctas", [132, 114, 7])
 def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
-    from dspark_kernels.cute.between_attentions_meet import SUM_ROW
     from dspark_kernels.cute.between_attentions_schedule import (
         BOX,
         LANES,
         SHARED_BYTES,
-        SMALL_BYTES,
+        SUM_ROW,
         WARPS,
-        X_STAGES,
         first_tile,
         tiles_of,
     )
@@ -189,11 +187,11 @@ def test_tiles_and_boxes_cover_each_weight(sizes, ctas):
             counts, depths = [*counts, sizes.heads * (sizes.width - sizes.q_rank - sizes.rotary)], [*depths, 128]
         names = ["o", "gate_up", "down", "qkv_a", "q_b", "absorb"]
         assert [p.name for p in facts.products] == names[: len(counts) if following else 3]
-        barriers = 2 * facts.stages + 2 * X_STAGES + 2 * len(facts.products) + 3
+        barriers = 2 * facts.stages + 2 * facts.x_stages + 2 * len(facts.products) + 3
         small = 4 * (WARPS * lanes * SUM_ROW + lanes + 4) + 8 * barriers
         assert facts.held == 0 or facts.products[0].tiles <= ctas
-        assert small + 1024 <= SMALL_BYTES  # 1024: to align boxes
-        assert facts.stages * 2 * BOX + X_STAGES * facts.x_bytes + SMALL_BYTES <= SHARED_BYTES
+        assert small + 1024 <= facts.small_bytes  # 1024: to align boxes
+        assert facts.stages * 2 * BOX + facts.x_bytes + facts.small_bytes <= SHARED_BYTES and facts.x_stages > 1
         for index in range(len(facts.products)):
             tiles = [range(first_tile(cta, index, facts), facts.products[index].tiles, ctas) for cta in range(ctas)]
             assert sorted(tile for own in tiles for tile in own) == list(range(facts.products[index].tiles))
@@ -220,7 +218,8 @@ attention = AttentionFacts(
     torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4, merging_warps=8, merged=False
 )
 results = []
-for lanes, following, merged, heads in ((8, True, None, 0), (16, False, None, 0), (8, True, attention, 8)):
+kinds = ((8, True, None, 0), (32, False, None, 0), (8, True, attention, 8), (32, True, attention, 8))
+for lanes, following, merged, heads in kinds:
     sizes = (7168, 1024, 1792, 1536, 576, 1536)
     facts = Facts(torch.bfloat16, lanes, *sizes, following, 132, attention=merged, heads=heads, stored=heads > 0)
     compiled = compile_between_attentions(facts, "sm_90a")
@@ -243,11 +242,11 @@ print(json.dumps(results))
 def test_compiles_to_mma_without_a_gpu(tmp_path):
     done = run_compiling(COMPILE, tmp_path)
     assert done.returncode == 0, done.stderr
-    # A warp has 16 rows and 64 columns of a box: 4 instructions for 8 rows of x, 8 for 16.  The eight boxes of the first
+    # A warp has 16 rows and 64 columns of a box: 4 instructions for 8 rows of x, 16 for 32.  The eight boxes of the first
     # product wait in registers; each other product's loop over boxes has its body twice and nothing behind it: the last of
     # q_b's three boxes leaves it in the middle.  A unit of an attention that is merged takes 4 steps, and a tile of the
     # heads' matrices is one box.
-    wanted = ((4 * (8 + 4 * 2), 3), (8 * (8 + 2 * 2), 3), (4 * (8 + 4 * 2 + 1) + 4, 4))
+    wanted = ((4 * (8 + 4 * 2), 3), (16 * (8 + 2 * 2), 3), (4 * (8 + 4 * 2 + 1) + 4, 4), (16 * (8 + 4 * 2 + 1) + 4, 4))
     results = json.loads(done.stdout.splitlines()[-1])
     for result, (products, waits) in zip(results, wanted, strict=True):
         assert (result["target"], result["products"]) == ("sm_90a", products)
@@ -353,7 +352,7 @@ def cute(given, after, before, workspace) -> BetweenOutput:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("following", [True, False])
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17, 28, 32])
 @pytest.mark.parametrize("sizes", [K3, SMALL, UNEVEN, WIDE], ids=["k3", "small", "uneven", "wide"])
 def test_each_product_keeps_its_bound(sizes, rows, following):
     after, before = layers(sizes, "cuda", torch.bfloat16)
@@ -372,7 +371,7 @@ def test_launches_of_all_forms_share_a_workspace_and_repeat_their_bits():
     """Beside a stream that keeps the memory busy, so that programs arrive in many orders."""
     workspace, cases = BetweenWorkspace(K3, CUDA), []
     weights = [layers(K3, "cuda", torch.bfloat16) for _ in range(2)]
-    for rows, following in ((7, True), (16, True), (7, False), (13, True), (16, False)):
+    for rows, following in ((7, True), (16, True), (7, False), (28, True), (13, True), (16, False), (32, False)):
         given = inputs(K3, rows, "cuda", torch.bfloat16)
         cases += [(given, after, before if following else None) for after, before in weights]
     first = [cute(*case, workspace) for case in cases]
@@ -394,10 +393,10 @@ def test_launches_of_all_forms_share_a_workspace_and_repeat_their_bits():
 @pytest.mark.gpu
 def test_a_rows_bits_do_not_depend_on_the_others():
     after, before = layers(K3, "cuda", torch.bfloat16)
-    workspace, (values, residual) = BetweenWorkspace(K3, CUDA), inputs(K3, 16, "cuda", torch.bfloat16)
+    workspace, (values, residual) = BetweenWorkspace(K3, CUDA), inputs(K3, 32, "cuda", torch.bfloat16)
     values[9], residual[11] = float("nan"), float("inf")
     all_rows = cute((values, residual), after, before, workspace)
-    for first, count in ((0, 1), (0, 8), (3, 6), (2, 10), (5, 11)):
+    for first, count in ((0, 1), (0, 8), (3, 6), (2, 10), (5, 11), (1, 17), (4, 28)):
         rows = slice(first, first + count)
         some = cute((values[rows].clone(), residual[rows].clone()), after, before, workspace)
         for name in ("h", "gated", "hidden", "qkv_a", "queries"):
@@ -467,8 +466,8 @@ def test_what_the_kernel_does_not_take_is_refused():
     workspace, (values, residual) = BetweenWorkspace(SMALL, CUDA), inputs(SMALL, 3, "cuda", torch.bfloat16)
     for given, message in (
         ((values.float(), residual.float()), "wants o .*float32"),
-        (inputs(SMALL, 17, "cuda", torch.bfloat16), "1 to 16 rows, got 17"),
-        (inputs(SMALL, 0, "cuda", torch.bfloat16), "1 to 16 rows, got 0"),
+        (inputs(SMALL, 33, "cuda", torch.bfloat16), "1 to 32 rows, got 33"),
+        (inputs(SMALL, 0, "cuda", torch.bfloat16), "1 to 32 rows, got 0"),
         ((torch.stack((values, values), 1)[:, 0], residual), "values contiguous"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 13, 16])
+@pytest.mark.parametrize("rows", [1, 8, 13, 16, 29, 32])
 @pytest.mark.parametrize("sizes", ABSORBING)
 def test_the_launches_keep_bounds_and_bits(sizes, rows):
     """With blocks of other numbers of rows, early and not, between launches of other forms on one workspace."""
@@ -82,7 +82,7 @@ def test_the_launches_keep_bounds_and_bits(sizes, rows):
     first = context_of(sizes, rows, "cuda", torch.bfloat16)
     alone = context_kv(first.rows, first.weight, **options)
     check_product("context", first.rows, None, first.weight, None, None, alone)
-    for turn, block in enumerate((7, 1, 16, 8, 7, 14)):
+    for turn, block in enumerate((7, 1, 16, 28, 7, 32)):
         given, front = inputs(sizes, block, "cuda", torch.bfloat16), into_attention(sizes, before, block)
         fresh = context_of(sizes, rows, "cuda", torch.bfloat16)
         context = dataclasses.replace(fresh, rows=first.rows, weight=first.weight)
@@ -104,10 +104,10 @@ def test_what_the_kernel_does_not_take_is_refused():
     sizes = ABSORBING["small"]
     workspace = BetweenWorkspace(sizes, torch.device("cuda"))
     before = into_attention(sizes, layers(sizes, "cuda", torch.bfloat16)[1], 3)
-    hidden, context = inputs(sizes, 3, "cuda", torch.bfloat16)[1], context_of(sizes, 17, "cuda", torch.bfloat16)
-    with pytest.raises(ValueError, match="1 to 16 rows, got 17"):
+    hidden, context = inputs(sizes, 3, "cuda", torch.bfloat16)[1], context_of(sizes, 33, "cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match="1 to 32 rows, got 33"):
         before_attention(hidden, before, backend="cute", workspace=workspace, context=context)
-    with pytest.raises(ValueError, match="1 to 16 rows, got 17"):
+    with pytest.raises(ValueError, match="1 to 32 rows, got 33"):
         context_kv(context.rows, context.weight, backend="cute", workspace=workspace)
     context = context_of(sizes, 5, "cuda", torch.bfloat16)
     with pytest.raises(ValueError, match="make one with its layers"):

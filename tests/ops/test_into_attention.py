@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize("sizes", ABSORBING)
 def test_the_launches_keep_bounds_and_bits(sizes, rows, stored):
     """Both launches, early ones and others, between those without queries over latents, on one workspace."""
@@ -216,7 +216,8 @@ class Layers:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("contexts", "rows"), [([2041], 7), ([0], 7), ([33], 1), ([32768], 7), ([300, 4000], 7), ([64] * MAX_BETWEEN_ROWS, 1)]
+    ("contexts", "rows"),
+    [([2041], 7), ([0], 7), ([33], 1), ([32768], 7), ([300, 4000], 7), ([300, 0, 4000, 57], 7), ([64] * MAX_BETWEEN_ROWS, 1)],
 )
 def test_attentions_that_begin_beside_the_products_change_no_bit(contexts, rows):
     work = Layers(contexts, rows)

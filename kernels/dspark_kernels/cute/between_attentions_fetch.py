@@ -24,7 +24,6 @@ from dspark_kernels.cute.between_attentions_schedule import (
     LINE,
     MADE,
     NOPE,
-    X_STAGES,
     Eps,
     Into,
     Rows,
@@ -34,6 +33,7 @@ from dspark_kernels.cute.between_attentions_schedule import (
 )
 from dspark_kernels.cute.between_attentions_values import num_units, unit_of
 from dspark_kernels.cute.block_attention_fetch import EVICT_FIRST, EVICT_NORMAL, SWIZZLE
+from dspark_kernels.cute.block_attention_schedule import WARP
 
 # Boxes of weights under way of a CTA.  One does not fill the memory's bandwidth; each more waits in the memory, and what the
 # CTAs tell one another waits behind it: a block decode with 2K took 274 us with 2, 276 with 3, 283 with 4, 342 with 1.
@@ -129,7 +129,7 @@ def fetch_weights(
 def _fetch_columns(maps: Maps, shared: Shared, tile, done, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """All columns of x for one tile; done: stages of x before it."""
     for i in cutlass.range(product.x_fetches, unroll=1):
-        stage = acquire(shared.x_empty, done + i, X_STAGES)
+        stage = acquire(shared.x_empty, done + i, facts.x_stages)
         met = shared.met + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(met, 2 * facts.lanes * product.x_columns)
@@ -175,6 +175,24 @@ def _sum_squares(squares, group, tiles: cutlass.Constexpr, lanes: cutlass.Conste
     return total
 
 
+def _sum_pairs(values: list):
+    """Of 2**n values, neighbours first."""
+    while len(values) > 1:
+        values = [left + right for left, right in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+@cute.jit
+def _sum_of_squares(squares, tiles: cutlass.Constexpr, lanes: cutlass.Constexpr):
+    """Of a lane's row, the sum of all tiles: the four groups as (0 + 1) + (2 + 3), whichever lanes have them."""
+    group = cute.arch.lane_idx() // lanes
+    sums = [_sum_squares(squares, group + i, tiles, lanes) for i in range(0, GROUPS, WARP // lanes)]
+    for apart in (8, 16):
+        if cutlass.const_expr(lanes <= apart):
+            sums = [total + cute.arch.shuffle_sync_bfly(total, apart) for total in sums]
+    return _sum_pairs(sums)
+
+
 @cute.jit
 def make_rms(
     shared: Shared, weights: Weights, rows: Rows, into: Into, work: Workspace, num_rows, eps: Eps, facts: cutlass.Constexpr
@@ -192,17 +210,7 @@ def make_rms(
                 before = facts.awaited(index)
                 tiles = product.depth // (BLOCK if before == MADE else facts.products[before]).features
                 begin = facts.prepared_at if before == MADE else before * facts.squares
-                squares = work.squares + (begin * lanes + lane % lanes)
-                # The four groups as (0 + 1) + (2 + 3), whoever has them.
-                total = _sum_squares(squares, lane // lanes, tiles, lanes)
-                if cutlass.const_expr(lanes == 8):
-                    total += cute.arch.shuffle_sync_bfly(total, 8)
-                    total += cute.arch.shuffle_sync_bfly(total, 16)
-                else:
-                    total += cute.arch.shuffle_sync_bfly(total, 16)
-                    other = _sum_squares(squares, 2 + lane // lanes, tiles, lanes)
-                    other += cute.arch.shuffle_sync_bfly(other, 16)
-                    total += other
+                total = _sum_of_squares(work.squares + (begin * lanes + lane % lanes), tiles, lanes)
                 if lane < lanes:
                     shared.rms[lane] = cute.math.rsqrt(total * (1.0 / product.depth) + eps_of[product.name])
                 pass_on(shared.normed + index)

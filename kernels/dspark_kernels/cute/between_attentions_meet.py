@@ -9,15 +9,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_STAGES, Workspace
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, SUM_ROW, WARPS, Workspace
 from dspark_kernels.cute.block_attention_schedule import WARP
 
 MULTIPLIERS = 1  # a named barrier, that of `block_attention_merge` too
-SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 features, and room against bank conflicts
 
 
 class Shared(NamedTuple):
-    """weights [stage, BOX], x [X_STAGES, lanes * 512]; float32: sums [warp, lanes, SUM_ROW], rms [lanes]; mbarriers of each
+    """weights [stage, BOX], x [stage, lanes * 512]; float32: sums [warp, lanes, SUM_ROW], rms [lanes]; mbarriers of each
     stage: for it to be there, and to be used; of each product: for the product before to be finished, and for 1 / rms of its
     rows to be there; for the number of the launch to be known; for the CTA's units to be multiplied, or its blocks of given
     rows to be prepared; and for its sums of units to be stored.  launch: int32 [1], that number."""
@@ -42,12 +41,12 @@ class Shared(NamedTuple):
 def allocate(facts: cutlass.Constexpr):
     dtype, allocator = ELEMENTS[facts.dtype], SmemAllocator()
     weights = allocator.allocate_tensor(dtype, cute.make_layout(facts.stages * BOX), 1024)
-    x = allocator.allocate_tensor(dtype, cute.make_layout(X_STAGES * facts.x_values), 1024)
+    x = allocator.allocate_tensor(dtype, cute.make_layout(facts.x_stages * facts.x_values), 1024)
     sums = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(WARPS * facts.lanes * SUM_ROW), 16)
     rms = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(facts.lanes), 16)
     launch = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(1), 16)
     products = len(facts.products)
-    counts = (facts.stages, facts.stages, X_STAGES, X_STAGES, products, products, 1, 1, 1)
+    counts = (facts.stages, facts.stages, facts.x_stages, facts.x_stages, products, products, 1, 1, 1)
     return Shared(weights, x, sums, rms, launch, *(allocator.allocate_array(cutlass.Int64, count) for count in counts))
 
 
@@ -56,8 +55,8 @@ def set_up(shared: Shared, facts: cutlass.Constexpr):
     """One thread; the others meet it before they use what is set up."""
     products = len(facts.products)
     kinds = (
-        (shared.landed, facts.stages, 1), (shared.empty, facts.stages, WARPS), (shared.met, X_STAGES, 1),
-        (shared.x_empty, X_STAGES, WARPS), (shared.ready, products, 1), (shared.normed, products, 1),
+        (shared.landed, facts.stages, 1), (shared.empty, facts.stages, WARPS), (shared.met, facts.x_stages, 1),
+        (shared.x_empty, facts.x_stages, WARPS), (shared.ready, products, 1), (shared.normed, products, 1),
         (shared.known, 1, 1), (shared.multiplied, 1, WARPS), (shared.added, 1, 1),
     )  # fmt: skip
     for barriers, count, arrivals in kinds:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
-from dspark_kernels.cute.between_attentions_meet import SUM_ROW, Shared, pass_on
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, X_STAGES
+from dspark_kernels.cute.between_attentions_meet import Shared, pass_on
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, SUM_ROW
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 
 MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
@@ -81,8 +81,8 @@ def _load_box(shared: Shared, at: Places, done, product: cutlass.Constexpr, fact
 def _multiply_box(sums, pieces, shared: Shared, at: Places, x_done, box, product: cutlass.Constexpr, facts: cutlass.Constexpr):
     """A box of a tile, once its x is there; pieces: the warp's part of it; x_done: stages of x before the tile."""
     vectors, x_at, part = facts.lanes // 8, x_done + box // product.x_boxes, box % product.x_boxes
-    x_stage = x_at % X_STAGES
-    cute.arch.mbarrier_wait(shared.met + x_stage, x_at // X_STAGES % 2)
+    x_stage = x_at % facts.x_stages
+    cute.arch.mbarrier_wait(shared.met + x_stage, x_at // facts.x_stages % 2)
     own = shared.x.iterator + (x_stage * facts.x_values + part * product.columns * facts.lanes + at.x)
     for pair in cutlass.range_constexpr(2):
         chunk = (pair * 4 + at.x_chunk) ^ at.swizzle
@@ -100,7 +100,7 @@ def _give_back(shared: Shared, done, x_done, box, product: cutlass.Constexpr, fa
         if cutlass.const_expr(done is not None):
             cute.arch.mbarrier_arrive(shared.empty + done % facts.stages)
         if box % product.x_boxes == product.x_boxes - 1:
-            cute.arch.mbarrier_arrive(shared.x_empty + (x_done + box // product.x_boxes) % X_STAGES)
+            cute.arch.mbarrier_arrive(shared.x_empty + (x_done + box // product.x_boxes) % facts.x_stages)
 
 
 @cute.jit

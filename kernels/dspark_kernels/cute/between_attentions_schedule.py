@@ -20,13 +20,14 @@ from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 ELEMENTS = {torch.bfloat16: cutlass.BFloat16}
 BOX = 8192  # values of a box
 X_COLUMNS = (512, 256, 128)  # of x that are fetched at once; a stage has room for the first
-LANES = (8, 16)  # classes of row counts
+LANES = (8, 16, 32)  # classes of row counts
 WARPS = 8  # that multiply: each has 16 rows and 64 columns of a box
 LINE = 32  # int32 from one counter to the next: in one line of L2 they would delay one another
 SHARED_BYTES = 227 << 10  # of a CTA that has a multiprocessor for itself
-X_STAGES = 4  # a block decode with 2K took 274 us so, 278 with 3, 277 with 6
+X_VALUES = 1 << 15  # of all stages of x, at most
+X_STAGES = 4  # at most: a block decode with 2K took 274 us so, 278 with 3, 277 with 6
 HELD = 8  # boxes of a tile that wait in registers: a block decode with 2K takes 251 us so, 255 without
-SMALL_BYTES = 16 << 10  # of shared memory that is neither boxes nor x
+SUM_ROW = 18  # floats from one row of x to the next in the sums of a warp: 16 features, and room against bank conflicts
 NOPE = BOX // SWIZZLE  # values of a head's query that meet its key matrix: their matrix for 64 latents is a box
 
 
@@ -194,13 +195,23 @@ class Facts:
         return self.lanes * X_COLUMNS[0]
 
     @property
+    def x_stages(self) -> int:
+        return min(X_STAGES, X_VALUES // self.x_values)
+
+    @property
     def x_bytes(self) -> int:
-        return 2 * self.x_values
+        """Of all stages of x."""
+        return 2 * self.x_stages * self.x_values
+
+    @property
+    def small_bytes(self) -> int:
+        """Of shared memory that is neither boxes nor x: sums, and 4 KB for what is smaller."""
+        return 4 * WARPS * self.lanes * SUM_ROW + (4 << 10)
 
     @property
     def stages(self) -> int:
         """Boxes that a CTA has room for."""
-        return (SHARED_BYTES - SMALL_BYTES - X_STAGES * self.x_bytes) // (2 * BOX)
+        return (SHARED_BYTES - self.small_bytes - self.x_bytes) // (2 * BOX)
 
     @property
     def made_at(self) -> int:
@@ -309,7 +320,7 @@ class Eps(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """words: int64 [unit, column, UNIT_ROWS], each a float32 and above it the tag of the launch.  squares: float32 [product,
+    """words: int64 [unit, column, row], each a float32 and above it the tag of the launch.  squares: float32 [product,
     tile, lane].  counters: int32, of finished tiles by product; of CTAs that have made x; of launches; they only grow, and wrap
     around.  `LINE` apart."""
 

@@ -1,8 +1,8 @@
 """The first product's x, where `between_attentions` makes it: the attention's parts merged, times each head's matrix.
 
-The work is a list of units: some block rows of a head, and 64 of their latents.  The CTA of a unit merges the rows to the bits
-that `merge_values_kernel` has, multiplies them by the unit's part of the matrix, and leaves the products in words that say
-themselves that they are there.  Then each unit adds up those of all latents for some of the columns.
+The work is a list of units: `Facts.group_rows` block rows of a head, and 64 of their latents.  The CTA of a unit merges the
+rows to the bits that `merge_values_kernel` has, multiplies them by the unit's part of the matrix, and leaves the products in
+words that say themselves that they are there.  Then each unit adds up those of all latents for some of the columns.
 
 `facts` is a `Facts` of `between_attentions_schedule`, whose `attention` is there; `attention` is that.
 """
@@ -23,18 +23,17 @@ from dspark_kernels.cute.between_attentions_meet import (
     this_launch,
 )
 from dspark_kernels.cute.between_attentions_multiply import multiply
-from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, X_STAGES, Context, Rows, Workspace
-from dspark_kernels.cute.block_attention import UNIT_ROWS
+from dspark_kernels.cute.between_attentions_schedule import BOX, ELEMENTS, WARPS, Context, Rows, Workspace
 from dspark_kernels.cute.block_attention_checks import values_refusal
 from dspark_kernels.cute.block_attention_merge import Shared as Merging
 from dspark_kernels.cute.block_attention_product import ROW_STRIDE
 from dspark_kernels.cute.block_attention_product import ROWS as MERGED_ROWS
-from dspark_kernels.cute.block_attention_schedule import TILE, Requests, values_at
+from dspark_kernels.cute.block_attention_schedule import TILE, WARP, Requests, values_at
 from dspark_kernels.cute.block_attention_schedule import Workspace as Parts
 from dspark_kernels.cute.block_attention_values import Group, merge_rows, shared_sizes
 
 MOST_QUERIES = 3 * TILE  # with more of them the parts are summed by fewer warps than there are
-FEATURES = 16  # of a warp: of a unit's products, and of the sums that it makes at once
+FEATURES = 16  # of a warp, of a unit's products
 
 
 class Unit(NamedTuple):
@@ -47,16 +46,16 @@ class Unit(NamedTuple):
 
 def num_units(batch, attention):
     """Units of a launch."""
-    return batch * attention.heads * -(-attention.rows // UNIT_ROWS) * attention.slices
+    return batch * attention.heads * -(-attention.rows // attention.group_rows) * attention.slices
 
 
 def unit_of(number, attention) -> Unit:
     """Units of the same rows are neighbours.  Here and above: ints, or the DSL's integers."""
-    rows, groups = number // attention.slices, -(-attention.rows // UNIT_ROWS)
+    rows, groups = number // attention.slices, -(-attention.rows // attention.group_rows)
     heads = rows // groups
     return Unit(
         number,
-        Group(heads // attention.heads, heads % attention.heads, rows % groups * UNIT_ROWS),
+        Group(heads // attention.heads, heads % attention.heads, rows % groups * attention.group_rows),
         number % attention.slices,
     )
 
@@ -84,8 +83,8 @@ def _merging(shared: Shared, facts: cutlass.Constexpr):
     """What merging needs, and the merged rows, where x of the first product comes later."""
     if cutlass.const_expr(facts.attention.warps != WARPS):
         raise ValueError(f"{WARPS} warps merge, and the attention's facts have {facts.attention.warps}")
-    if cutlass.const_expr(merging_bytes(facts.attention) > X_STAGES * facts.x_bytes):
-        raise ValueError(f"merging takes {merging_bytes(facts.attention)} bytes, and x {X_STAGES * facts.x_bytes}")
+    if cutlass.const_expr(merging_bytes(facts.attention) > facts.x_bytes):
+        raise ValueError(f"merging takes {merging_bytes(facts.attention)} bytes, and x {facts.x_bytes}")
     at, tensors = cute.recast_ptr(shared.x.iterator, dtype=cutlass.Float32), []
     for size in shared_sizes(facts.attention):
         tensors.append(cute.make_tensor(at, cute.make_layout(size)))
@@ -103,7 +102,7 @@ def tag(launch, facts):
 @cute.jit
 def _words_of(work: Workspace, number, feature, row, attention: cutlass.Constexpr):
     """The words of two neighbouring rows of a unit, of one column of its matrix."""
-    return work.words + ((number * attention.value_width + feature) * UNIT_ROWS + row)
+    return work.words + ((number * attention.value_width + feature) * attention.group_rows + row)
 
 
 @cute.jit
@@ -132,7 +131,7 @@ def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, own_t
             for h in cutlass.range_constexpr(2):
                 matrix = (left[2 * h], right[2 * h], left[2 * h + 1], right[2 * h + 1])
                 multiply(sums, matrix, own[2 * h], own[2 * h + 1], facts)
-        if lane % 4 < UNIT_ROWS // 2:
+        if lane % 4 < facts.attention.group_rows // 2:
             for i in cutlass.range_constexpr(2):
                 feature = warp * FEATURES + lane // 4 + 8 * i
                 words = _words_of(work, number, feature, lane % 4 * 2, facts.attention)
@@ -143,10 +142,10 @@ def _multiply_unit(shared: Shared, rounded, work: Workspace, number, done, own_t
 @cute.jit
 def _add_up(rows: Rows, work: Workspace, unit: Unit, own_tag, attention: cutlass.Constexpr):
     """One warp: x of the columns that a unit adds up, as soon as the products of all latents are there."""
-    lane, group, slices = cute.arch.lane_idx(), unit.group, attention.slices
+    lane, group, slices, pairs = cute.arch.lane_idx(), unit.group, attention.slices, attention.group_rows // 2
     owned = attention.value_width // slices
-    for first in cutlass.range_constexpr(0, owned, FEATURES):
-        column, row = first + lane // 2, lane % 2 * 2
+    for first in cutlass.range_constexpr(0, owned, WARP // pairs):
+        column, row = first + lane // pairs, lane % pairs * 2
         feature = unit.slice * owned + cutlass.min(column, owned - 1)
         loaded = [cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(slices)]
         complete = cutlass.Boolean(False)

@@ -39,7 +39,7 @@ from dspark_kernels.cute.compile import compile_once
 THREADS = CONSUMERS + 128  # and one warpgroup for the fetching warp: registers move between whole warpgroups
 ARCHITECTURE = "sm_90a"
 NO_WINDOW = 2**31 - 1
-MERGING_WARPS, UNIT_ROWS = 8, 4  # where `between_attentions` merges: its warps that multiply, and the rows of a unit
+MERGING_WARPS = 8  # where `between_attentions` merges: its warps that multiply
 LOG2_E = 1.4426950408889634
 
 
@@ -154,6 +154,12 @@ def _group_rows(batch: int, heads: int) -> int:
     """Block rows that a cluster takes: few for one request, which then has all processors (K3's 7 rows of 8 heads are 16
     clusters of 8 CTAs); else many, as each cluster reads the whole of a head's matrix."""
     return 4 if batch == 1 and heads <= 8 else 8
+
+
+def unit_rows(batch: int, rows: int) -> int:
+    """Block rows of a unit where `between_attentions` merges: few where that makes about as many units as there are CTAs; the
+    bits are the same."""
+    return 8 if batch * rows > 16 and rows > 4 else 4
 
 
 @dataclass(frozen=True)
@@ -290,7 +296,10 @@ def unmerged_attention(
     Raises:
         ValueError: as `block_attention`.
     """
-    form = {"merged": False, "merging_warps": MERGING_WARPS, "group_rows": UNIT_ROWS, "early": early, "late_rows": late_rows}
+    form = {
+        "merged": False, "merging_warps": MERGING_WARPS, "group_rows": unit_rows(*queries.shape[:2]),
+        "early": early, "late_rows": late_rows,
+    }  # fmt: skip
     call = _call(queries, latents, page_table, context_lens, seq_lens, **options, **form)
     _launch_now(call)
     return call
