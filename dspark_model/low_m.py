@@ -47,7 +47,7 @@ class LowMPath:
         if "residual" in options:
             options["residual"] = options["residual"].flatten(0, -2)
         workspace = self._side if on_side else self._main
-        out = ops.low_m_linear(x.flatten(0, -2), weight, backend="triton", workspace=workspace, **options)
+        out = ops.low_m_linear(x.flatten(0, -2), weight, backend="triton", workspace=workspace, early=True, **options)
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def context_kv(self, context: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -383,7 +383,7 @@ class MLADSparkForCausalLM(nn.Module):
     def _base_logits(self, final_hidden: torch.Tensor, low_m: LowMPath | None) -> torch.Tensor:
         """lm_head of final_hidden [B, K, hidden], float32 [B, K, V]."""
         if low_m is not None and low_m.takes_head(final_hidden.shape[0] * final_hidden.shape[1]):
-            return low_m.linear(final_hidden, self.lm_head, out_dtype=torch.float32, early=True)
+            return low_m.linear(final_hidden, self.lm_head, out_dtype=torch.float32)
         lm_head = self.lm_head if self._packed_lm_head is None else self._packed_lm_head
         return ops.fp32_linear(final_hidden.flatten(0, 1), lm_head).unflatten(0, final_hidden.shape[:2])
 

@@ -14,6 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Processors of an H200, for which tiles are chosen where there is no device: the interpreter and compilation ahead of time.
 _H200_PROCESSORS = 132
 _ONE_PROGRAM_BYTES = 28 << 20
+_WIDE_TILE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class LowMTile:
 
     weight_first: weight @ x.T instead of x @ weight.T; with 64 weight rows (of both, with a gate) a program these are wgmma
     instructions, which read both factors from shared memory.
+    norm_apart: a norm in front is a launch of its own, `rms_norm`'s; else each program norms the x that it takes.
     """
 
     n: int
@@ -31,6 +33,7 @@ class LowMTile:
     stages: int
     warps: int
     weight_first: bool = False
+    norm_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,10 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
     for those of 30 MB and more, and three with two where its tiles run at once so, and not with two, as the 320 of a head do:
     71 us, 75 with two.  With the weight first wgmma takes both factors from shared memory: 5 to 13 % less time with 8 rows, but
     3 to 20 % more where a weight has more tiles than programs that run at once.
+
+    With more than 32 rows x is as much traffic as the weight, so one program a processor with more under way was the fastest,
+    and 128 weight rows for one of 514 MB (with 112 rows 143 us, 153 with 64).  Each program would norm x again: gate and up
+    take 22 us without that and 39 with it, a norm apart 2.
     """
     tile_m, size = _tile_m(rows), out_features * in_features * dtype.itemsize * (1 + gate_up)
     n = (32 if dtype is torch.float32 else 64) // (1 + gate_up)
@@ -86,7 +93,8 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
     if dtype is torch.float32:
         k, stages, warps, programs = 32, 3, 4, 2
     elif tile_m > 32:
-        k, stages, warps, programs = 128, 3, tile_m // 16, 2 if tile_m == 64 else 1
+        n = 2 * n if size >= _WIDE_TILE_BYTES else n
+        (k, stages), warps, programs = (128, 4) if tile_m == 64 and n <= 64 else (64, 6), tile_m // 16, 1
     elif size <= _ONE_PROGRAM_BYTES:
         k, stages, warps, programs = 128, 6, 4, 1
     elif 2 * processors < tiles <= 3 * processors:
@@ -95,7 +103,7 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
         k, stages, warps, programs = 128, 4, 4, 2
     splits = low_m_splits(out_features, in_features, n, k, processors * programs)
     weight_first = dtype is not torch.float32 and (tile_m > 16 or splits > 1 or programs == 3)
-    return LowMTile(n, k, splits, stages, warps, weight_first)
+    return LowMTile(n, k, splits, stages, warps, weight_first, norm_apart=weight_first and tile_m > 32)
 
 
 def low_m_splits(out_features: int, in_features: int, n: int, k: int, resident: int) -> int:
@@ -132,11 +140,11 @@ def low_m_linear(
     or float32, the same everywhere.  out_dtype: x's dtype (None) or float32; the latter not with a residual.  Returns [M, N],
     contiguous.
 
-    backend: `torch`; or `triton`, which adds in another order and, with a norm, rounds x * norm_weight and scales the finished
-    sums by 1 / rms.  With u the unit roundoff of x's dtype (2^-8 for bfloat16), both lie within u * sum_k |n_k * weight_k| +
-    K * 2^-23 * sum_k |n_k * weight_k| of the exact product of the normed row n (the first term with a norm only), before the
-    roundings of the result: they differ from each other by at most twice that.  A row's bits depend on its own values, the
-    sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
+    backend: `torch`; or `triton`, which adds in another order and, with a norm and up to 32 rows, rounds x * norm_weight and
+    scales the finished sums by 1 / rms.  With u the unit roundoff of x's dtype (2^-8 for bfloat16), both lie within u * sum_k
+    |n_k * weight_k| + K * 2^-23 * sum_k |n_k * weight_k| of the exact product of the normed row n (the first term with a norm
+    only), before the roundings of the result: they differ from each other by at most twice that.  A row's bits depend on its
+    own values, the sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
     workspace: `triton` only, for products that are split; see `LowMWorkspace`.
     tile: another cut than `low_m_tile` gives, for measurements; the order of the sums is then that of the cut.
     early: `triton` only: the launch begins where multiprocessors are free while the kernel before it on the stream still runs,
@@ -192,8 +200,7 @@ def _check(x, weight, up_weight, norm_weight, eps, residual, out_dtype) -> None:
 
 
 def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspace, tile, early) -> torch.Tensor:
-    (rows, in_features), out_features = x.shape, weight.shape[0]
-    norm, gate_up = norm_weight is not None, up_weight is not None
+    (rows, in_features), out_features, gate_up = x.shape, weight.shape[0], up_weight is not None
     _check_kernel(x, weight, up_weight, norm_weight, residual)
     out = torch.empty((rows, out_features), dtype=out_dtype, device=x.device)
     if not rows:
@@ -201,6 +208,9 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
     tile_m = _tile_m(rows)
     if tile is None:
         tile = low_m_tile(rows, out_features, in_features, x.dtype, gate_up, _processors(x.device))
+    norm = norm_weight is not None and not tile.norm_apart
+    if norm_weight is not None and tile.norm_apart:
+        x = rms_norm(x, norm_weight, eps, backend="triton")
     tiles = -(-out_features // tile.n)
     if tile.splits > 1:
         _check_workspace(workspace, x.device, tiles * _sums_per_tile(tile_m, tile, gate_up, norm), tiles)

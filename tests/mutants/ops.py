@@ -76,6 +76,12 @@ MUTANTS = (
         "ops/test_low_m_linear.py::test_a_workspace_for_products_serves_them_and_fewer_rows",
     ),
     Mutant(
+        "low_m_norms_twice", "dspark_model/ops/low_m_linear.py",
+        "norm = norm_weight is not None and not tile.norm_apart",
+        "norm = norm_weight is not None",
+        "ops/test_low_m_linear.py::test_every_form_keeps_the_bound[torch.float32-norm-split-norm_apart]",
+    ),
+    Mutant(
         "between_adds_the_first_residual_twice", "dspark_model/ops/between_attentions.py",
         "low_m_linear(gated, after.down, residual=h)",
         "low_m_linear(gated, after.down, residual=residual)",

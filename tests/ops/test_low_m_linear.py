@@ -17,6 +17,7 @@ FORMS = [frozenset(form) for n in range(4) for form in itertools.combinations(("
 WHOLE, SPLIT = LowMTile(16, 32, 1, 2, 4), LowMTile(16, 32, 3, 2, 4)
 TILES = {"whole": WHOLE, "split": SPLIT}
 TILES |= {f"{name}-weight_first": replace(tile, weight_first=True) for name, tile in TILES.items()}
+TILES["split-norm_apart"] = replace(SPLIT, weight_first=True, norm_apart=True)
 
 
 def arguments(form, rows: int, out_features: int, in_features: int, dtype=torch.float32) -> dict:
@@ -241,6 +242,23 @@ def test_a_layers_cuts_are_those_that_were_the_fastest():
         assert (tile.splits, tile.stages, tile.weight_first) == (1, stages, first), n
     assert low_m_tile(8, 9600, 1024, torch.bfloat16, False, 132).stages == 6
     assert low_m_tile(8, 12672, 7168, torch.bfloat16, True, 132).stages == 3
+
+
+def test_more_rows_are_cut_as_was_the_fastest():
+    """Measured on an H200 with 56 and 112 rows: weight rows, values and splits, stages."""
+    measured = {
+        (2112, 7168): (64, 4), (1536, 1536): (64, 4), (7168, 1024): (64, 1), (7168, 1792): (64, 1), (7168, 35840): (128, 2),
+    }  # fmt: skip
+    for (n, k), (width, splits) in measured.items():
+        tile = low_m_tile(56, n, k, torch.bfloat16, False, 132)
+        assert (tile.n, tile.splits, tile.warps, tile.norm_apart) == (width, splits, 4, True)
+        assert (tile.k, tile.stages) == ((128, 4) if width == 64 else (64, 6))
+        tile = low_m_tile(112, n, k, torch.bfloat16, False, 132)
+        assert (tile.n, tile.k, tile.stages, tile.warps, tile.norm_apart) == (width, 64, 6, 8, True)
+        assert tile.splits == (5 if n == 1536 else splits)
+    assert [low_m_tile(rows, 1792, 7168, torch.bfloat16, True, 132).n for rows in (56, 112)] == [32, 32]
+    assert not low_m_tile(32, 2112, 7168, torch.bfloat16, False, 132).norm_apart
+    assert not low_m_tile(64, 2112, 7168, torch.float32, False, 132).norm_apart
 
 
 def test_a_workspace_for_products_serves_them_and_fewer_rows():
