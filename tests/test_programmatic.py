@@ -41,6 +41,19 @@ def head() -> Case:
     return Case(normal(DRAFTS, HIDDEN), lambda x: [ops.low_m_linear(x, weight, **options)])
 
 
+def product(rows: int) -> Case:
+    """Norm, gate and up, split, of one class of rows and another."""
+    weight, up, scale = normal(512, HIDDEN), normal(512, HIDDEN), normal(HIDDEN)
+    workspace = ops.LowMWorkspace.for_products(CUDA, [ops.LowMProduct(rows, 512, HIDDEN, BF16, gate_up=True)])
+    options = {"up_weight": up, "norm_weight": scale, "eps": 1e-5, "workspace": workspace, "backend": "triton", "early": True}
+    return Case(normal(rows, HIDDEN), lambda x: [ops.low_m_linear(x, weight, **options)])
+
+
+def absorption() -> Case:
+    keys, cos_sin = normal(8, 256, 512)[:, :128], normal(2, DRAFTS, 64).float()
+    return Case(normal(2, DRAFTS, 8, 192), lambda q: [ops.absorb_queries(q, keys, cos_sin, backend="triton")])
+
+
 def confidence_of_rows() -> Case:
     weight, w1, tokens = normal(HIDDEN + RANK), normal(VOCAB, RANK), ids(1, DRAFTS)
     call = lambda rows: ops.confidence(rows, weight, weight[:1], w1, tokens, backend="triton")  # noqa: E731
@@ -155,7 +168,7 @@ def before_attention(late: str) -> Case:
 
 CASES = {
     "rms_norm": norm, "head": head, "confidence, rows": confidence_of_rows, "confidence, tokens": confidence_of_tokens,
-    "step_commit": commit,
+    "step_commit": commit, "product of 7": lambda: product(7), "product of 56": lambda: product(56), "absorption": absorption,
 }  # fmt: skip
 if importlib.util.find_spec("cutlass"):
     CASES |= {f"chain, {late}": lambda late=late: chain(late) for late in ("base", "anchors")}

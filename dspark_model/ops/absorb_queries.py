@@ -2,7 +2,8 @@
 
 import torch
 
-from dspark_model.ops.per_head_product import per_head_product, row_tile
+from dspark_model.ops.per_head_product import per_head_product
+from dspark_model.ops.programmatic import programmatic_launch
 from dspark_model.ops.rope_rotate import rope_rotate
 
 
@@ -12,7 +13,9 @@ def absorb_queries(q: torch.Tensor, keys: torch.Tensor, cos_sin: torch.Tensor, *
     q: [B, N, heads, nope + r], values of a head side by side; keys: [heads, nope, C], W_UK of each head; cos_sin: float32
     [B, N, r], the table rows of the rows' positions.
     Returns [B, N, heads, C + r] in q's dtype, contiguous; both parts are rounded once.
-    backend: `torch`; or `triton`, one kernel, with the bound of `per_head_product`.
+    backend: `torch`; or `triton`, one kernel, with the bound of `per_head_product`.  From Hopper on it begins while the kernel
+    before it on the stream still runs, if that one allows it (programmatic dependent launch), and reads keys, which must have
+    been complete then.
     """
     heads, nope, latent = keys.shape
     out = torch.empty((*q.shape[:-1], latent + q.shape[-1] - nope), dtype=q.dtype, device=q.device)
@@ -37,7 +40,8 @@ def _triton(q: torch.Tensor, keys: torch.Tensor, cos_sin: torch.Tensor, out: tor
         )
     if not out.numel():
         return
-    flat, tile, column_tile = q.view(rows, heads, -1), row_tile(rows), 64
+    # With 28, 56 and 112 rows of 8 heads 2.7, 3.1 and 4.4 us on an H200; with 64 rows by 64 columns 5.1, 9.1 and 10.9.
+    flat, tile, column_tile = q.view(rows, heads, -1), 16, 128
     pairs = (q.shape[-1] - nope) // 2
     absorb_queries_kernel[(heads, triton.cdiv(latent, column_tile) + 1, triton.cdiv(rows, tile))](
         flat,
@@ -56,4 +60,5 @@ def _triton(q: torch.Tensor, keys: torch.Tensor, cos_sin: torch.Tensor, out: tor
         ROW_TILE=tile,
         COLUMN_TILE=column_tile,
         num_warps=4,
+        **programmatic_launch(q.device),
     )

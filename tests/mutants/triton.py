@@ -118,6 +118,12 @@ MUTANTS = (
         "ops/test_absorb_queries.py::test_matches_float64[1-7-3-16-32-8-torch.float32-1e-05-triton]",
     ),
     Mutant(
+        "kernel_absorbs_the_first_keys_again", "kernels/dspark_kernels/triton/absorb_queries.py",
+        "tl.load(keys + ahead * keys_row_stride,",
+        "tl.load(keys,",
+        "ops/test_absorb_queries.py::test_matches_float64[1-7-3-130-66-16-torch.float32-1e-05-triton]",
+    ),
+    Mutant(
         "kernel_leaves_out_the_end_of_the_depth", "kernels/dspark_kernels/triton/per_head_product.py",
         "for start in range(0, DEPTH, DEPTH_TILE):",
         "for start in range(0, DEPTH_TILE, DEPTH_TILE):",

@@ -25,7 +25,7 @@ def inputs(batch: int, rows: int, heads: int, nope: int, latent: int, rotary: in
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES, ids=str)
-@pytest.mark.parametrize(("nope", "latent", "rotary"), [(16, 32, 8), (5, 7, 2), (130, 66, 16)])
+@pytest.mark.parametrize(("nope", "latent", "rotary"), [(16, 32, 8), (5, 7, 2), (130, 66, 16), (16, 130, 8)])
 @pytest.mark.parametrize(("batch", "rows", "heads"), [(1, 1, 1), (1, 7, 3), (3, 7, 2), (0, 3, 2), (5, 16, 1)])
 def test_matches_float64(backend, dtype, bound, batch, rows, heads, nope, latent, rotary):
     q, keys, cos_sin = inputs(batch, rows, heads, nope, latent, rotary, dtype)

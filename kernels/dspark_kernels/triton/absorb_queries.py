@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from dspark_kernels.triton.programmatic import wait_then_let_next_in
+
 
 @triton.jit
 def absorb_queries_kernel(
@@ -23,6 +25,7 @@ def absorb_queries_kernel(
     PAIR_LANES: tl.constexpr,
     ROW_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -35,14 +38,18 @@ def absorb_queries_kernel(
         column = part * COLUMN_TILE + tl.arange(0, COLUMN_TILE)
         wide = (column < LATENT)[None, :]
         total = tl.zeros((ROW_TILE, COLUMN_TILE), tl.float32)
+        depth = tl.arange(0, NOPE_TILE)
+        keys = keys_ptr + head * keys_head_stride + depth[:, None] * keys_row_stride + column[None, :]
+        matrix = tl.load(keys, mask=wide & (depth < NOPE)[:, None], other=0.0)
+        wait_then_let_next_in(PROGRAMMATIC)
         for start in range(0, NOPE, NOPE_TILE):
-            depth = start + tl.arange(0, NOPE_TILE)
-            values = tl.load(q + depth[None, :], mask=inside & (depth < NOPE)[None, :], other=0.0)
-            keys = keys_ptr + head * keys_head_stride + depth[:, None] * keys_row_stride + column[None, :]
-            matrix = tl.load(keys, mask=wide & (depth < NOPE)[:, None], other=0.0)
+            values = tl.load(q + start + depth[None, :], mask=inside & (depth < NOPE - start)[None, :], other=0.0)
             total = tl.dot(values, matrix, total, input_precision="ieee")
+            ahead = start + NOPE_TILE
+            matrix = tl.load(keys + ahead * keys_row_stride, mask=wide & (depth < NOPE - ahead)[:, None], other=0.0)
         tl.store(out + column[None, :], total.to(kind), mask=inside & wide)
     else:
+        wait_then_let_next_in(PROGRAMMATIC)
         pair = tl.arange(0, PAIR_LANES)[None, :]
         both = inside & (pair < PAIRS)
         even = tl.load(q + NOPE + 2 * pair, mask=both, other=0.0).to(tl.float32)
