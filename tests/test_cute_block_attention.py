@@ -25,6 +25,7 @@ for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4),
     Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False),
     Facts(torch.bfloat16, 512, 576, 7, 64, 16, False, 132),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, slotted=True, value_width=128, whole_heads=True),
 ):
     compiled = compile_block_attention(facts, "sm_90a")
     machine_code, ptx = compiled.__cubin__, compiled.__ptx__
@@ -55,11 +56,12 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     # pair's first tile apart; the values behind the scores, and those of the other's tiles, in the loop and behind it.
     one = [{32: 36, 256: 4}, {32: 20, 128: 4}]
     two = [{64: 4 * 36, 256: 8 * 4}, {64: 4 * 20, 128: 8 * 4}]
-    # The product: four steps for each eight columns that a warp has.
+    # The product: four steps for each eight columns that a warp has, of 64 latents or of all, which nobody else adds up.
     wanted = (
-        (one[0], 4, 0, 0), (one[1], 4, 0, 0), (one[0], 4, 1, 2), (two[1], 8, 3, 0), (two[0], 14, 0, 0)
+        (one[0], 4, 0, 0, 0), (one[1], 4, 0, 0, 0), (one[0], 4, 1, 1, 2), (two[1], 8, 3, 3, 0), (two[0], 14, 0, 0, 0),
+        (one[0], 4, 8, 0, 16),
     )  # fmt: skip
-    for result, (products, boxes, tiles, fetches) in zip(results, wanted, strict=True):
+    for result, (products, boxes, tiles, sends, fetches) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
         assert result["wgmma"] == {str(columns): count for columns, count in products.items()}
         assert result["boxes"] == boxes
@@ -69,7 +71,7 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
         attention, merge = ([kind or "read" for kind, _ in entry] for entry in result["programmatic"])
         assert attention[:3] == ["wait", "launch_dependents", "read"]
         assert merge[:2] == ["launch_dependents", "read"] and merge.count("wait") == 1 < merge.index("wait") < len(merge) - 1
-        assert (result["products"], result["sends"], result["fetches"]) == (4 * tiles, tiles, fetches)
+        assert (result["products"], result["sends"], result["fetches"]) == (4 * tiles, sends, fetches)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +92,18 @@ def test_the_schedule_is_by_the_rows_of_the_block(rows, heads, width, two_tiles,
         facts = Facts(torch.bfloat16, 512, width, rows, heads, page_size, False, 132, two_tiles=two_tiles)
         assert (facts.seesaw, facts.box, facts.span) == (wanted, box, span)
         assert facts.box_columns == (64 if wanted or box < span else width)
+
+
+def test_many_requests_have_a_cta_for_a_heads_rows():
+    from dspark_kernels.cute.block_attention_facts import Facts
+    from dspark_kernels.cute.block_attention_heads import suits_whole_heads
+
+    for batch, rows, heads, width, wanted in (
+        (5, 7, 8, 128, True), (4, 7, 8, 128, False), (5, 7, 8, 136, False), (5, 7, 8, 0, False), (64, 16, 12, 8, True),
+        (64, 16, 13, 8, False),
+    ):  # fmt: skip
+        facts = Facts(torch.bfloat16, 512, 576, rows, heads, 32, False, 132, value_width=width)
+        assert suits_whole_heads(batch, facts) == wanted, (batch, rows, heads, width)
 
 
 def test_two_tiles_in_flight_need_room_for_weights():
@@ -157,6 +171,14 @@ APART = kit.Case("12 heads, apart", (515, 0, 70), heads=12, apart=True)
 ONE = kit.Case("1 head, float16", (2055, 9), heads=1, dtype="float16")
 PAGE_64 = kit.Case("64 heads, page 64", (2055, 0, 70), heads=64, page_size=64)
 WINDOW = kit.Case("64 heads, window", (2055, 0, 70), heads=64, window=100)
+SIX = (515, 0, 70, 300, 7, 2055)
+LONG = kit.Case("one long request and short ones", (40000, 3, 131, 0, 64, 700))
+OF_SIX = (
+    kit.Case("16 heads, causal, six", SIX, heads=16, causal=True), kit.Case("12 heads, apart, six", SIX, heads=12, apart=True),
+    kit.Case("1 head, float16, six", SIX, heads=1, dtype="float16"),
+)  # fmt: skip
+WHOLE_HEADS = [(RAGGED, 1), (RAGGED, 3), (RAGGED, 7), (RAGGED, 16), (MANY, 7), (LONG, 7)]
+WHOLE_HEADS += [(case, rows) for case, rows in zip(OF_SIX, (7, 9, 16), strict=True)]
 # Few builds: each takes seconds.
 OF_ROWS = [(case, kit.BLOCK) for case in (ALONE, RAGGED, ALL_PARTS, MANY, CAUSAL, WINDOW, PAGE_64)]
 OF_ROWS += [(RAGGED, 1), (ALONE, 5), (RAGGED, 16), (APART, 9), (ONE, 16)]
@@ -167,6 +189,8 @@ OF_MATRICES += [
     (RAGGED, 72, "columns"),
     (APART, 72, "columns"),
     (ONE, 128, "columns"),
+    (MANY, 128, "rows of kv_b_proj"),
+    (LONG, 128, "columns"),
 ]
 
 
@@ -198,6 +222,19 @@ def test_merged_values_are_the_plain_merge_to_the_bit(case, rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("case", "rows"), WHOLE_HEADS, ids=named)
+def test_whole_heads_are_the_plain_merge_to_the_bit(case, rows):
+    """Matrices that take 128 latents of 512 as they are."""
+    inputs = with_block_rows(case, kit.make_inputs(case, "cuda"), rows)
+    plain = kit.launch(case, inputs)
+    assert not plain.isnan().any()
+    for first in range(0, kit.LATENT, 128):
+        part = slice(first, first + 128)
+        some = torch.eye(kit.LATENT, dtype=inputs.queries.dtype, device="cuda")[part].mT.expand(case.heads, -1, -1)
+        assert torch.equal(values_of(case, inputs, some), plain[..., part])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("case", "width", "layout"), OF_MATRICES, ids=named)
 def test_values_are_the_plain_merge_and_a_product(case, width, layout):
     """NaN between the heads' matrices; the rounding of the result is all that may differ, and bits repeat."""
@@ -219,10 +256,11 @@ def test_values_are_the_plain_merge_and_a_product(case, width, layout):
 
 
 @pytest.mark.gpu
-def test_values_under_a_graph_follow_the_lengths():
+@pytest.mark.parametrize("requests", [(2055, 0, 70), (2055, 0, 70, 3, 900)], ids=str)
+def test_values_under_a_graph_follow_the_lengths(requests):
     from dspark_model.bench.timing import capture
 
-    case = kit.Case("", (2055, 0, 70))
+    case = kit.Case("", requests)
     inputs = kit.make_inputs(case, "cuda")
     weights = torch.randn(8, 128, kit.LATENT, device="cuda").bfloat16().mT
     kept = []

@@ -328,6 +328,27 @@ MUTANTS = (
         needs="gpu",
     ),
     Mutant(
+        "whole_heads_weigh_all_latents_as_the_first_half", "kernels/dspark_kernels/cute/block_attention_heads.py",
+        "Place(cutlass.Int32(0), own.row // ROWS,",
+        "Place(cutlass.Int32(0), cutlass.Int32(0),",
+        "test_cute_block_attention.py::test_whole_heads_are_the_plain_merge_to_the_bit[8 heads, ragged, dummies-7]",
+        needs="gpu",
+    ),
+    Mutant(
+        "whole_heads_have_parts_of_one_round_only", "kernels/dspark_kernels/cute/block_attention_heads.py",
+        "cutlass.range(begin, source.count, TURNS * step, unroll=1):",
+        "cutlass.range(begin, cutlass.min(source.count, begin + 1), TURNS * step, unroll=1):",
+        "test_cute_block_attention.py::test_whole_heads_are_the_plain_merge_to_the_bit[one long request and short ones-7]",
+        needs="gpu",
+    ),
+    Mutant(
+        "whole_heads_are_for_any_batch", "kernels/dspark_kernels/cute/block_attention_heads.py",
+        "batch >= LEAST_BATCH and ",
+        "",
+        "test_cute_block_attention.py::test_many_requests_have_a_cta_for_a_heads_rows",
+        needs="cutlass",
+    ),
+    Mutant(
         "parts_of_many_queries_are_merged", "kernels/dspark_kernels/cute/between_attentions_values.py",
         "rows * heads > MOST_QUERIES",
         "rows > MOST_QUERIES",

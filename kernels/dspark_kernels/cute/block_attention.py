@@ -18,6 +18,7 @@ from cutlass.cute.runtime import make_fake_stream, make_ptr
 from dspark_kernels.cute.block_attention_checks import check_call, check_values, in_chunks
 from dspark_kernels.cute.block_attention_facts import Facts
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
+from dspark_kernels.cute.block_attention_heads import merge_heads_kernel, suits_whole_heads
 from dspark_kernels.cute.block_attention_kernel import block_attention_kernel
 from dspark_kernels.cute.block_attention_merge import merge_kernel
 from dspark_kernels.cute.block_attention_schedule import (
@@ -78,7 +79,11 @@ def _launch(
         tma_atom, tma_tensor, query_atom, query_tensor, queries, requests, work, scale, facts
     ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)  # fmt: skip
     threads = (facts.warps * WARP, 1, 1)
-    if cutlass.const_expr(facts.merged and facts.value_width):
+    if cutlass.const_expr(facts.merged and facts.whole_heads):
+        merge_heads_kernel(requests, work, matrices, out, facts).launch(
+            grid=(requests.batch, facts.heads, -(-facts.rows // facts.group_rows)), block=threads, stream=stream, use_pdl=True
+        )
+    elif cutlass.const_expr(facts.merged and facts.value_width):
         merge_values_kernel(requests, work, matrices, out, facts).launch(
             grid=(requests.batch * facts.slices, facts.heads, -(-facts.rows // facts.group_rows)),
             block=threads,
@@ -220,6 +225,7 @@ def _call(
         queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
         fetch_queries=rows == 1 or row_stride == heads * head_stride, **form,
     )  # fmt: skip
+    facts = replace(facts, whole_heads=facts.merged and suits_whole_heads(batch, facts))
     out = queries  # of a launch that does not merge there is none
     if facts.merged:
         out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)

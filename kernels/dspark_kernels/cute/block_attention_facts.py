@@ -19,6 +19,8 @@ class Facts:
     fetch_queries: query tiles come by TMA, for which the rows of a request must have one stride; else threads load them.
     value_width: columns of the heads' matrices that the merge multiplies by; 0: none, the latents are the result.
     group_rows: block rows of a head that a cluster takes where the merge multiplies: 4 or 8; the bits are the same.
+    whole_heads: where the merge multiplies, a CTA takes rows of a head with all their latents, and not a cluster; the bits are
+    the same.
     value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
     two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
     merging_warps: of a CTA that merges; None: one for each of `merge_warps`, whose sums they make.
@@ -39,6 +41,7 @@ class Facts:
     fetch_queries: bool = True
     value_width: int = 0
     group_rows: int = 8
+    whole_heads: bool = False
     value_chunks: bool = True
     two_tiles: bool | None = None
     merging_warps: int | None = None

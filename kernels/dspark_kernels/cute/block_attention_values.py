@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 
 @cute.jit
-def _query_of(group: Group, row, facts: cutlass.Constexpr):
+def query_of(group: Group, row, facts: cutlass.Constexpr):
     """The query row of a group's row.  A row, or a pair of them, past the block's last one stands for that."""
     if cutlass.const_expr(facts.paired):
         block_row = cutlass.min(group.first + row // 2 * 2, (facts.rows - 1) // 2 * 2) + row % 2
@@ -66,21 +66,22 @@ def _query_of(group: Group, row, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _row_tile_of(query, facts: cutlass.Constexpr):
+def row_tile_of(query, facts: cutlass.Constexpr):
     """The tile of a query row; where there is one only, the compiler sees that all rows have the same parts."""
     return query // TILE if facts.row_tiles > 1 else cutlass.Int32(0)
 
 
 @cute.jit
-def _source(group: Group, entry, cta, slot, facts: cutlass.Constexpr):
-    """Where the vectors of a slot begin, for a lane; none of a slot that the group does not have."""
+def source_of(group: Group, entry, part_of, slot, facts: cutlass.Constexpr):
+    """Where the vectors of a slot begin, for a lane, of the 64 latents of number `part_of`; none of a slot that the group does
+    not have."""
     lane = cute.arch.lane_idx()
-    query = _query_of(group, slot * (2 if facts.paired else 1), facts)
-    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
+    query = query_of(group, slot * (2 if facts.paired else 1), facts)
+    part, count = parts_of(group.request, row_tile_of(query, facts), *entry, facts)
     row = query % TILE
     warpgroup_ctas = facts.slices // 2
-    vector = cta % warpgroup_ctas * 4 + lane % 16 // 4
-    thread = cta // warpgroup_ctas * (CONSUMERS // 2) + row // 16 * WARP + row % 8 * 4 + lane % 4
+    vector = part_of % warpgroup_ctas * 4 + lane % 16 // 4
+    thread = part_of // warpgroup_ctas * (CONSUMERS // 2) + row // 16 * WARP + row % 8 * 4 + lane % 4
     first = (part * facts.vectors * CONSUMERS + vector_place(vector, thread, facts)) * CHUNK
     if cutlass.const_expr(not facts.paired):
         first += row % 16 // 8 * 2
@@ -90,20 +91,24 @@ def _source(group: Group, entry, cta, slot, facts: cutlass.Constexpr):
 
 
 @cute.jit
+def load_part(work, source: Source, part, vector, facts: cutlass.Constexpr):
+    """This lane's values of a part of a slot, if it has so many."""
+    if part < source.count:
+        at = source.first + cutlass.Int64(part) * (facts.vectors * CONSUMERS * CHUNK)
+        if cutlass.const_expr(facts.paired):
+            cute.autovec_copy(values_at(work.parts, at, PART, CHUNK, cute.AddressSpace.gmem), vector)
+        else:  # those of one row, and not of the row eight apart
+            for k in cutlass.range_constexpr(2):
+                pair = cute.make_tensor(vector.iterator + 2 * k, cute.make_layout(2))
+                cute.autovec_copy(values_at(work.parts, at + 4 * k, PART, 2, cute.AddressSpace.gmem), pair)
+
+
+@cute.jit
 def _load_batch(work, sources, begin, vectors, facts: cutlass.Constexpr):
     """This lane's values of the parts begin, begin + warps, ... of its slots, as far as there are some."""
-    part_values = facts.vectors * CONSUMERS * CHUNK
     for j in cutlass.range_constexpr(len(vectors)):
-        part = begin + j * facts.merge_warps
         for i in cutlass.range_constexpr(facts.slot_turns):
-            if part < sources[i].count:
-                at = sources[i].first + cutlass.Int64(part) * part_values
-                if cutlass.const_expr(facts.paired):
-                    cute.autovec_copy(values_at(work.parts, at, PART, CHUNK, cute.AddressSpace.gmem), vectors[j][i])
-                else:  # those of one row, and not of the row eight apart
-                    for k in cutlass.range_constexpr(2):
-                        pair = cute.make_tensor(vectors[j][i].iterator + 2 * k, cute.make_layout(2))
-                        cute.autovec_copy(values_at(work.parts, at + 4 * k, PART, 2, cute.AddressSpace.gmem), pair)
+            load_part(work, sources[i], begin + j * facts.merge_warps, vectors[j][i], facts)
 
 
 @cute.jit
@@ -169,11 +174,11 @@ def merge_rows(rounded, shared: Shared, requests: Requests, work: Workspace, gro
     thread, _, _ = cute.arch.thread_idx()
     warp, lane, turns = cute.arch.make_warp_uniform(thread // WARP), thread % WARP, facts.slot_turns
     entry, own = entry_of(requests, group.request, facts), own_of(thread)
-    query = _query_of(group, own.row, facts)
-    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
+    query = query_of(group, own.row, facts)
+    part, count = parts_of(group.request, row_tile_of(query, facts), *entry, facts)
     own_count = count if own.row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
     at = Place(cutlass.Int32(0), part_of // (facts.slices // 2), query % TILE - own.row, part, own_count)
-    sources = [_source(group, entry, part_of, i * 2 + lane // 16, facts) for i in range(turns)]
+    sources = [source_of(group, entry, part_of, i * 2 + lane // 16, facts) for i in range(turns)]
     longest = sources[0].count
     for i in cutlass.range_constexpr(1, turns):
         longest = cutlass.max(longest, sources[i].count)

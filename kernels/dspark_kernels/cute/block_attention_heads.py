@@ -1,0 +1,178 @@
+"""A second kernel of the block attention that also multiplies, for many requests: a CTA takes up to eight block rows of one
+head, with all of their latents.
+
+It has the bits of `merge_values_kernel`, whose clusters give one request more processors; those of many requests would come
+one behind the other.  A warp merges 64 latents of four rows, or of two, and has no other warp's help.
+
+`facts` is a `block_attention_facts.Facts`.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.memory import SmemAllocator
+
+from dspark_kernels.cute.block_attention_merge import (
+    MERGE_ROWS,
+    Place,
+    Shared,
+    load_statistics,
+    meet_merging,
+    own_of,
+    weigh_parts,
+)
+from dspark_kernels.cute.block_attention_product import ROW_STRIDE, ROWS, Matrices, fetch_matrix, multiply
+from dspark_kernels.cute.block_attention_schedule import (
+    CHUNK,
+    ELEMENTS,
+    PART,
+    SLICE,
+    TILE,
+    WARP,
+    Requests,
+    Workspace,
+    entry_of,
+    parts_of,
+    values_at,
+)
+from dspark_kernels.cute.block_attention_values import Group, Source, load_part, query_of, row_tile_of, source_of
+
+MOST_MATRIX_BYTES = 128 << 10  # of shared memory
+LEAST_BATCH = 5  # fewer requests have clusters
+SUMS, TURNS = 4, 2  # of a lane: sums beside one another, and parts of each that are under way
+
+
+def suits_whole_heads(batch: int, facts) -> bool:
+    """Whether so many requests are merged so."""
+    matrix = 2 * facts.latent * facts.value_tiles * CHUNK
+    return batch >= LEAST_BATCH and 0 < matrix <= MOST_MATRIX_BYTES and facts.merge_warps == 16
+
+
+@cute.jit
+def _sum_parts(work, source: Source, slot, half, shared: Shared, facts: cutlass.Constexpr):
+    """A lane's values of a slot, merged in the order of `merge_rows`, where each of `merge_warps` warps sums every so manyeth
+    part."""
+    count, step = facts.slot_values, facts.merge_warps
+    merged = cute.make_rmem_tensor(count, cutlass.Float32)
+    merged.fill(0.0)
+    sums = [cute.make_rmem_tensor(count, cutlass.Float32) for _ in range(SUMS)]
+    vectors = [[cute.make_rmem_tensor(count, PART) for _ in range(SUMS)] for _ in range(TURNS)]
+    for begin in cutlass.range(0, step, SUMS, unroll=1):
+        for one in sums:
+            one.fill(0.0)
+        for first in cutlass.range(begin, source.count, TURNS * step, unroll=1):
+            for i in cutlass.range_constexpr(TURNS):  # all in flight together
+                for j in cutlass.range_constexpr(SUMS):
+                    load_part(work, source, first + i * step + j, vectors[i][j], facts)
+            for i in cutlass.range_constexpr(TURNS):
+                for j in cutlass.range_constexpr(SUMS):
+                    part = first + i * step + j
+                    if part < source.count:
+                        for k in cutlass.range_constexpr(count):
+                            row = slot * 2 + k // 2 % 2 if facts.paired else slot
+                            weight = shared.weights[part * MERGE_ROWS + half * ROWS + row]
+                            sums[j][k] = cute.math.fma(weight, vectors[i][j][k].to(cutlass.Float32), sums[j][k])
+        for j in cutlass.range_constexpr(SUMS):
+            for k in cutlass.range_constexpr(count):
+                merged[k] += sums[j][k]
+    return merged
+
+
+@cute.jit
+def _round(rounded, merged, slot, half, has_keys, shared: Shared, facts: cutlass.Constexpr):
+    """A lane's merged values, rounded, [row, latent]; zeros of rows that see no key, and of those that the group does not
+    have."""
+    dtype, unit, rows = ELEMENTS[facts.dtype], cute.arch.lane_idx() % 16, 2 if facts.paired else 1
+    for i in cutlass.range_constexpr(rows):
+        row, divisor = slot * rows + i, cutlass.Float32(0.0)
+        if has_keys and slot < facts.slots:
+            for j in cutlass.range_constexpr(facts.merge_warps):
+                divisor += shared.sums[j * MERGE_ROWS + half * ROWS + row]
+        divisor = cutlass.Float32(1.0) if divisor == 0.0 else divisor  # then the sums are 0
+        for block in cutlass.range_constexpr(2):
+            at = block * 2 * rows + 2 * i
+            values = cute.make_rmem_tensor(2, dtype)
+            values[0], values[1] = (merged[at] / divisor).to(dtype), (merged[at + 1] / divisor).to(dtype)
+            if row < ROWS:
+                to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
+                cute.autovec_copy(values, values_at(rounded.iterator, to, dtype, 2, cute.AddressSpace.smem))
+
+
+@cute.jit
+def _of_slice(tensor, part_of, size: cutlass.Constexpr):
+    """What a tensor of all latents has of the 64 of number `part_of`."""
+    return cute.make_tensor(tensor.iterator + part_of * size, cute.make_layout(size))
+
+
+@cute.jit
+def _store(out, rounded, fetched, group: Group, tile, facts: cutlass.Constexpr):
+    """8 columns of the product of all latents, summed in the order in which `merge_values_kernel` adds those of its CTAs."""
+    dtype, lane = ELEMENTS[facts.dtype], cute.arch.lane_idx()
+    sums = cute.make_rmem_tensor(2, cutlass.Float32)
+    sums.fill(0.0)
+    for part_of in cutlass.range_constexpr(facts.slices):
+        own_rows = _of_slice(rounded, part_of, ROWS * ROW_STRIDE)
+        product = multiply(own_rows, _of_slice(fetched, part_of, _matrix_values(facts)), tile, facts)
+        sums[0] += product[0]
+        sums[1] += product[1]
+    block_row = group.first + lane // 4
+    if tile < facts.value_tiles and block_row < facts.rows:
+        values = cute.make_rmem_tensor(2, dtype)
+        values[0], values[1] = sums[0].to(dtype), sums[1].to(dtype)
+        to = (cutlass.Int64(group.request) * facts.rows + block_row) * facts.heads + group.head
+        to = to * facts.value_width + tile * CHUNK + lane % 4 * 2
+        cute.autovec_copy(values, values_at(out, to, dtype, 2, cute.AddressSpace.gmem))
+
+
+def _own_tiles(facts) -> int:
+    """Of 8 columns, of a warp."""
+    return -(-facts.value_tiles // facts.warps)
+
+
+def _matrix_values(facts) -> int:
+    """Of a matrix's 64 latents, in shared memory."""
+    return _own_tiles(facts) * facts.warps * CHUNK * SLICE
+
+
+@cute.kernel
+def merge_heads_kernel(
+    requests: Requests,
+    work: Workspace,
+    matrices: Matrices,
+    out: cute.Pointer,  # [B, N, heads, value_width]
+    facts: cutlass.Constexpr,
+):
+    """Grid: requests, heads, groups of block rows."""
+    cute.arch.griddepcontrol_launch_dependents()  # as `merge_values_kernel`
+    thread, _, _ = cute.arch.thread_idx()
+    request, head, group_index = cute.arch.block_idx()
+    warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+    group, dtype, allocator = Group(request, head, group_index * facts.group_rows), ELEMENTS[facts.dtype], SmemAllocator()
+    sizes = (facts.ctas * MERGE_ROWS, facts.warps * MERGE_ROWS, facts.warps * MERGE_ROWS, 4)
+    shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
+    rounded = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * ROWS * ROW_STRIDE), 16)
+    fetched = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * _matrix_values(facts)), 16)
+    for part_of in cutlass.range_constexpr(facts.slices):
+        for i in cutlass.range_constexpr(_own_tiles(facts)):
+            own = _of_slice(fetched, part_of, _matrix_values(facts))
+            fetch_matrix(matrices, own, head, part_of, warp + i * facts.warps, facts)
+    cute.arch.cp_async_commit_group()
+
+    entry, own = entry_of(requests, request, facts), own_of(thread)
+    row = own.row % ROWS  # both halves of the latents have statistics of their own: those of the second in rows 8 to 15
+    query = query_of(group, row, facts)
+    part, count = parts_of(request, row_tile_of(query, facts), *entry, facts)
+    own_count = count if row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
+    at = Place(cutlass.Int32(0), own.row // ROWS, query % TILE - own.row, part, own_count)
+    cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
+
+    if count > 0:
+        weigh_parts(load_statistics(work, at, own, facts), shared, own_count, own, facts)
+    for number in cutlass.range(warp, facts.slices * facts.slot_turns, facts.warps, unroll=1):
+        part_of, slot = number // facts.slot_turns, number % facts.slot_turns * 2 + lane // 16
+        half, source = part_of // (facts.slices // 2), source_of(group, entry, part_of, slot, facts)
+        merged = _sum_parts(work, source, slot, half, shared, facts)
+        _round(_of_slice(rounded, part_of, ROWS * ROW_STRIDE), merged, slot, half, count > 0, shared, facts)
+    cute.arch.cp_async_wait_group(0)  # a lane reads what it has fetched itself
+    meet_merging(facts)
+    for i in cutlass.range_constexpr(_own_tiles(facts)):
+        _store(out, rounded, fetched, group, warp + i * facts.warps, facts)
