@@ -305,7 +305,8 @@ def test_what_is_refused(changes, message):
         "uniforms": torch.rand(2, 3),
         "workspace": ChainWorkspace.for_tables(2, 3, 9, None, torch.device("cpu"), sampled=True),
     }
-    assert markov_chain(**good, backend="triton").draft_tokens.shape == (2, 3) or DEVICE == "cuda"
+    if DEVICE == "cpu":  # the interpreter alone takes these where they are
+        assert markov_chain(**good, backend="triton").draft_tokens.shape == (2, 3)
     with pytest.raises(ValueError, match=message):
         markov_chain(**(good | changes), backend="triton")
 
