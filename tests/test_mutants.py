@@ -15,7 +15,7 @@ from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parent.parent
 PLAIN = "without a mutant"
-DRIVERS = 2  # processes that work on the jobs
+DRIVERS = 12 if torch.cuda.is_available() else 2  # processes that work on the jobs
 
 
 def runs_here(mutant: Mutant) -> bool:
@@ -26,9 +26,10 @@ def runs_here(mutant: Mutant) -> bool:
 
 
 CHOSEN = [mutant for mutant in MUTANTS if runs_here(mutant)]
-# Imports what is slow once, then gives each job a process of its own: jobs are [name, folder, tests], results name: status.
+# Imports what is slow once, then gives each job a process of its own, which is ended if it waits for ever: jobs are [name,
+# folder, tests], results name: status.
 DRIVER = """
-import json, os, sys
+import json, os, signal, sys
 import hypothesis, pytest, safetensors.torch, torch, triton
 from huggingface_hub import snapshot_download
 
@@ -37,6 +38,7 @@ results = {}
 for name, folder, tests in json.load(sys.stdin):
     child = os.fork()
     if child == 0:
+        signal.alarm(300)
         os.dup2(2, 1)
         os.chdir(folder)
         sys.path[:0] = [folder]

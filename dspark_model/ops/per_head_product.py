@@ -30,7 +30,7 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int)
     if not out.numel():
         return
     flat, target = x.view(rows, heads, depth), out.view(rows, heads, width)
-    tile, column_tile = row_tile(rows), 32
+    tile, column_tile = _row_tile(rows), 32
     grid = (heads, triton.cdiv(width, column_tile), triton.cdiv(rows, tile))
     per_head_product_kernel[grid](
         flat,
@@ -49,6 +49,6 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int)
     )
 
 
-def row_tile(rows: int) -> int:
+def _row_tile(rows: int) -> int:
     """Rows a program takes: the tensor cores' least number, or more where there are more."""
     return min(64, max(16, 1 << (rows - 1).bit_length()))
