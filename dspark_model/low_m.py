@@ -83,7 +83,8 @@ class LowMPath:
         return x
 
     def layer(self, layer: "DrafterLayer", x: torch.Tensor, layer_view: torch.Tensor, context: "BlockContext") -> torch.Tensor:
-        """`DrafterLayer.forward` in as many launches as it has products, and those of attention and the latents."""
+        """`DrafterLayer.forward` in as many launches as it has products, norms that are apart, and those of attention and the
+        latents."""
         attn, mlp, norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
         queries = self.write_latents_and_query(layer, x, layer_view, context)
         values = layer.attend(queries, layer_view, context, attn.value_weights.transpose(1, 2))

@@ -106,6 +106,14 @@ def test_many_requests_have_a_cta_for_a_heads_rows():
         assert suits_whole_heads(batch, facts) == wanted, (batch, rows, heads, width)
 
 
+def test_whole_heads_have_rows_and_warps_of_their_own():
+    from dspark_kernels.cute.block_attention_facts import Facts
+
+    for form, message in (({"group_rows": 4}, "not 4 by 16"), ({"merging_warps": 8}, "not 8 by 8; leave it out")):
+        with pytest.raises(ValueError, match=message):
+            Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, whole_heads=True, **form)
+
+
 def test_two_tiles_in_flight_need_room_for_weights():
     from dspark_kernels.cute.block_attention_facts import Facts
 

@@ -175,7 +175,7 @@ for batch, vocab, dtype, plan in (
     ops.confidence(rows, weight[:HIDDEN], weight[:1], backend="triton")
 
 # The same launches as on a device of capability 9.0: they begin beside the kernel before, and wait for its end.
-for name in ("rms_norm", "confidence", "step_commit", "low_m_linear"):
+for name in ("rms_norm", "confidence", "step_commit", "low_m_linear", "absorb_queries"):
     module = sys.modules[f"dspark_model.ops.{name}"]
     module.programmatic_launch = lambda device: {"PROGRAMMATIC": True, "launch_pdl": True}
 
@@ -199,6 +199,11 @@ low_m(DRAFTS, 20480, HIDDEN, out_dtype=torch.float32, early=True)
 assert loads()[0] == 0
 low_m(DRAFTS, 20480, HIDDEN, out_dtype=torch.float32)
 assert "griddepcontrol" not in last["ptx"]
+q, keys = torch.zeros(1, DRAFTS, 8, 192, dtype=torch.bfloat16), torch.zeros(8, 128, 512, dtype=torch.bfloat16)
+ops.absorb_queries(q, keys, torch.zeros(1, DRAFTS, 64), backend="triton")
+# Programs that multiply have keys in front of their wait, the others none; and either has one of its own.
+keys_read, *behind = (len(re.findall("ld.global", part)) for part in last["ptx"].split("griddepcontrol.wait"))
+assert keys_read > 1 and len(behind) == 2
 
 # Training, at SmolLM2's shape.
 from dspark_kernels.triton.anchor_attention import anchor_attention

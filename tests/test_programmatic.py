@@ -49,6 +49,29 @@ def product(rows: int) -> Case:
     return Case(normal(rows, HIDDEN), lambda x: [ops.low_m_linear(x, weight, **options)])
 
 
+def layer_of_products(rows: int) -> Case:
+    """Split ones among them, which share a workspace."""
+    shapes = {
+        "o": (HIDDEN, 1024),
+        "gate": (1792, HIDDEN),
+        "up": (1792, HIDDEN),
+        "down": (HIDDEN, 1792),
+        "qkv_a": (2112, HIDDEN),
+    }
+    weights, residual = {name: normal(*shape) for name, shape in shapes.items()}, normal(rows, HIDDEN)
+    products = [ops.LowMProduct(rows, *shape, BF16, gate_up=name == "gate") for name, shape in shapes.items()]
+    options = {"workspace": ops.LowMWorkspace.for_products(CUDA, products), "backend": "triton", "early": True}
+    norm = {"norm_weight": normal(HIDDEN), "eps": 1e-5}
+
+    def call(values: torch.Tensor) -> list[torch.Tensor]:
+        h = ops.low_m_linear(values, weights["o"], residual=residual, **options)
+        gated = ops.low_m_linear(h, weights["gate"], up_weight=weights["up"], **norm, **options)
+        hidden = ops.low_m_linear(gated, weights["down"], residual=h, **options)
+        return [h, gated, hidden, ops.low_m_linear(hidden, weights["qkv_a"], **norm, **options)]
+
+    return Case(normal(rows, 1024), call)
+
+
 def absorption() -> Case:
     keys, cos_sin = normal(8, 256, 512)[:, :128], normal(2, DRAFTS, 64).float()
     return Case(normal(2, DRAFTS, 8, 192), lambda q: [ops.absorb_queries(q, keys, cos_sin, backend="triton")])
@@ -97,21 +120,33 @@ def chain(late: str) -> Case:
     return Case(base if late == "base" else anchors, call)
 
 
-def attention_inputs() -> dict[str, torch.Tensor]:
-    lens, table = torch.tensor([3000], device=CUDA), torch.zeros(3, 95, dtype=torch.int32, device=CUDA)
-    table[2] = torch.randperm(95, device=CUDA)
+def attention_inputs(requests: int = 1) -> dict[str, torch.Tensor]:
+    lens = torch.full((requests,), 3000, device=CUDA)
+    table = torch.zeros(3 * requests, 95, dtype=torch.int32, device=CUDA)
+    table[2::3] = torch.randperm(95 * requests, device=CUDA).view(requests, 95)
     return {
-        "queries": normal(1, DRAFTS, 8, 576), "latents": normal(95, 32, 576), "page_table": table, "context_lens": lens,
-        "seq_lens": lens + DRAFTS, "slots": torch.tensor([2], device=CUDA),
+        "queries": normal(requests, DRAFTS, 8, 576), "latents": normal(95 * requests, 32, 576), "page_table": table,
+        "context_lens": lens, "seq_lens": lens + DRAFTS, "slots": 3 * torch.arange(requests, device=CUDA) + 2,
     }  # fmt: skip
 
 
-def attention(late: str, *, multiplied: bool) -> Case:
-    """Both launches; the second one reads lengths before the first one has ended."""
-    given, options = attention_inputs(), {"kv_lora_rank": 512, "softmax_scale": 0.1, "max_seq_len": 3040, "backend": "cute"}
-    if multiplied:
-        options["value_weights"] = normal(8, 128, 512).mT
-    return Case(given[late], lambda made: [ops.block_attention(**(given | {late: made}), **options)])
+def attention(late: str, *, multiplied: bool, requests: int = 1) -> Case:
+    """Both launches; the second one reads lengths before the first one has ended.  Behind one that multiplies a product, which
+    begins before that has ended."""
+    given, product = attention_inputs(requests), ops.LowMProduct(requests * DRAFTS, HIDDEN, 1024, BF16)
+    workspace = ops.LowMWorkspace.for_products(CUDA, [product])
+    options = {"kv_lora_rank": 512, "softmax_scale": 0.1, "max_seq_len": 3040, "backend": "cute"}
+    matrices, w_o = normal(8, 128, 512).mT, normal(HIDDEN, 1024)
+
+    def call(made: torch.Tensor) -> list[torch.Tensor]:
+        inputs = given | {late: made}
+        if not multiplied:
+            return [ops.block_attention(**inputs, **options)]
+        values = ops.block_attention(**inputs, **options, value_weights=matrices)
+        rows = values.flatten(0, 1).flatten(1)
+        return [values, ops.low_m_linear(rows, w_o, backend="triton", workspace=workspace, early=True)]
+
+    return Case(given[late], call)
 
 
 def attention_parts(late: str) -> Case:
@@ -169,12 +204,17 @@ def before_attention(late: str) -> Case:
 CASES = {
     "rms_norm": norm, "head": head, "confidence, rows": confidence_of_rows, "confidence, tokens": confidence_of_tokens,
     "step_commit": commit, "product of 7": lambda: product(7), "product of 56": lambda: product(56), "absorption": absorption,
+    "layer of products of 7": lambda: layer_of_products(7), "layer of products of 56": lambda: layer_of_products(56),
 }  # fmt: skip
 if importlib.util.find_spec("cutlass"):
     CASES |= {f"chain, {late}": lambda late=late: chain(late) for late in ("base", "anchors")}
     kinds = ("queries", "latents", "page_table", "seq_lens", "slots")
     CASES |= {f"attention, {late}": lambda late=late: attention(late, multiplied=False) for late in kinds}
-    CASES |= {f"attention with a product, {late}": lambda late=late: attention(late, multiplied=True) for late in kinds}
+    for count, name in ((1, "attention"), (6, "attention of six")):
+        CASES |= {
+            f"{name} with a product, {late}": lambda late=late, count=count: attention(late, multiplied=True, requests=count)
+            for late in kinds
+        }
     CASES |= {f"attention merged later, {late}": lambda late=late: attention_parts(late) for late in kinds}
     CASES["end of a step"] = end_of_a_step
     CASES |= {f"before attention, {late}": lambda late=late: before_attention(late) for late in ("rows", "context")}

@@ -122,6 +122,7 @@ class Operands:
             backend="triton",
             workspace=workspace,
             tile=tile,
+            early=True,
         )
 
     def products(self, copy: int) -> tuple[torch.Tensor, ...]:

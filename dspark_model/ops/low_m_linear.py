@@ -94,7 +94,7 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
         k, stages, warps, programs = 32, 3, 4, 2
     elif tile_m > 32:
         n = 2 * n if size >= _WIDE_TILE_BYTES else n
-        (k, stages), warps, programs = (128, 4) if tile_m == 64 and n <= 64 else (64, 6), tile_m // 16, 1
+        (k, stages), warps, programs = (128, 4) if tile_m == 64 and n * (1 + gate_up) <= 64 else (64, 6), tile_m // 16, 1
     elif size <= _ONE_PROGRAM_BYTES:
         k, stages, warps, programs = 128, 6, 4, 1
     elif 2 * processors < tiles <= 3 * processors:
@@ -140,11 +140,12 @@ def low_m_linear(
     or float32, the same everywhere.  out_dtype: x's dtype (None) or float32; the latter not with a residual.  Returns [M, N],
     contiguous.
 
-    backend: `torch`; or `triton`, which adds in another order and, with a norm and up to 32 rows, rounds x * norm_weight and
-    scales the finished sums by 1 / rms.  With u the unit roundoff of x's dtype (2^-8 for bfloat16), both lie within u * sum_k
-    |n_k * weight_k| + K * 2^-23 * sum_k |n_k * weight_k| of the exact product of the normed row n (the first term with a norm
-    only), before the roundings of the result: they differ from each other by at most twice that.  A row's bits depend on its
-    own values, the sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on nothing else.
+    backend: `torch`; or `triton`, which adds in another order and, with a norm that is not apart (see `LowMTile`), rounds x *
+    norm_weight and scales the finished sums by 1 / rms.  With u the unit roundoff of x's dtype (2^-8 for bfloat16), both lie
+    within u * sum_k |n_k * weight_k| + K * 2^-23 * sum_k |n_k * weight_k| of the exact product of the normed row n (the first
+    term with a norm only), before the roundings of the result: they differ from each other by at most twice that.  A row's bits
+    depend on its own values, the sizes, M's class (up to 16, 32, 64, 128), the dtype and the device's number of processors, on
+    nothing else.
     workspace: `triton` only, for products that are split; see `LowMWorkspace`.
     tile: another cut than `low_m_tile` gives, for measurements; the order of the sums is then that of the cut.
     early: `triton` only: the launch begins where multiprocessors are free while the kernel before it on the stream still runs,

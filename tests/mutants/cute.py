@@ -322,8 +322,8 @@ MUTANTS = (
     ),
     Mutant(
         "parts_of_eight_rows_leave_half_of_them_out", "kernels/dspark_kernels/cute/between_attentions_values.py",
-        "if lane % 4 < facts.attention.group_rows // 2:",
-        "if lane % 4 < 2:",
+        "first + lane // pairs, lane % pairs * 2",
+        "first + lane // pairs, lane % 2 * 2",
         "ops/test_attention_parts.py::test_parts_give_the_bits_of_values[7-8-512-128-four-False]",
         needs="gpu",
     ),

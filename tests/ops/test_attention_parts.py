@@ -34,6 +34,7 @@ LENGTHS = {  # context of each request; -1: a request without keys
     "two": [300, 4000],
     "four": [2041, 0, 32768, 57],
     "gone": [-1, 900],
+    "two of four gone": [-1, 900, 3, -1],
     "all gone": [-1],
 }
 

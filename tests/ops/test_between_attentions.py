@@ -212,13 +212,17 @@ import base64, json, re
 import torch
 from dspark_kernels.cute.between_attentions import compile_between_attentions
 from dspark_kernels.cute.between_attentions_schedule import Facts
+from dspark_kernels.cute.block_attention import unit_rows
 from dspark_kernels.cute.block_attention_facts import Facts as AttentionFacts
 
-attention = AttentionFacts(
-    torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4, merging_warps=8, merged=False
+few, many = (
+    AttentionFacts(
+        torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=rows, merging_warps=8, merged=False
+    )
+    for rows in (unit_rows(1, 7), unit_rows(4, 7))
 )
 results = []
-kinds = ((8, True, None, 0), (32, False, None, 0), (8, True, attention, 8), (32, True, attention, 8))
+kinds = ((8, True, None, 0), (32, False, None, 0), (8, True, few, 8), (32, True, many, 8))
 for lanes, following, merged, heads in kinds:
     sizes = (7168, 1024, 1792, 1536, 576, 1536)
     facts = Facts(torch.bfloat16, lanes, *sizes, following, 132, attention=merged, heads=heads, stored=heads > 0)

@@ -2,7 +2,7 @@
 
 Two kernels.  In the first (`block_attention_kernel`) each CTA takes an equal part of all key tiles and writes what it has of
 each request and tile of query rows to a workspace.  The second adds these parts up (`block_attention_merge`), and multiplies
-the sums by each head's matrix if there are some (`block_attention_values`).
+the sums by each head's matrix if there are some (`block_attention_values`, for many requests `block_attention_heads`).
 """
 
 from dataclasses import dataclass, replace
@@ -81,7 +81,11 @@ def _launch(
     threads = (facts.warps * WARP, 1, 1)
     if cutlass.const_expr(facts.merged and facts.whole_heads):
         merge_heads_kernel(requests, work, matrices, out, facts).launch(
-            grid=(requests.batch, facts.heads, -(-facts.rows // facts.group_rows)), block=threads, stream=stream, use_pdl=True
+            grid=(requests.batch, facts.heads, -(-facts.rows // facts.group_rows)),
+            block=threads,
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
         )
     elif cutlass.const_expr(facts.merged and facts.value_width):
         merge_values_kernel(requests, work, matrices, out, facts).launch(
@@ -156,13 +160,13 @@ def compile_block_attention(facts: Facts, architecture: str):
 
 
 def _group_rows(batch: int, heads: int) -> int:
-    """Block rows that a cluster takes: few for one request, which then has all processors (K3's 7 rows of 8 heads are 16
-    clusters of 8 CTAs); else many, as each cluster reads the whole of a head's matrix."""
+    """Block rows that a cluster, or a CTA, takes: few for one request, which then has all processors (16 clusters of 8 for
+    K3's 7 rows of 8 heads); else many, as each reads the whole of a head's matrix."""
     return 4 if batch == 1 and heads <= 8 else 8
 
 
 def unit_rows(batch: int, rows: int) -> int:
-    """Block rows of a unit where `between_attentions` merges: few where that makes about as many units as there are CTAs; the
+    """Block rows of a unit where `between_attentions` merges: few, so that there are units for all CTAs, up to 16 rows; the
     bits are the same."""
     return 8 if batch * rows > 16 and rows > 4 else 4
 

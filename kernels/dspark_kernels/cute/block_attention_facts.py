@@ -18,9 +18,9 @@ class Facts:
     slotted: requests name their rows of the page table.
     fetch_queries: query tiles come by TMA, for which the rows of a request must have one stride; else threads load them.
     value_width: columns of the heads' matrices that the merge multiplies by; 0: none, the latents are the result.
-    group_rows: block rows of a head that a cluster takes where the merge multiplies: 4 or 8; the bits are the same.
-    whole_heads: where the merge multiplies, a CTA takes rows of a head with all their latents, and not a cluster; the bits are
-    the same.
+    group_rows: block rows of a head that are merged together where the merge multiplies, by a cluster, a CTA or as a unit of
+    `between_attentions`: 4 or 8; the bits are the same.
+    whole_heads: then a CTA merges 8 rows with all their latents, and not a cluster; the bits are the same.
     value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
     two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
     merging_warps: of a CTA that merges; None: one for each of `merge_warps`, whose sums they make.
@@ -54,6 +54,10 @@ class Facts:
             raise ValueError(
                 f"two key tiles in flight need key columns without a value, and key rows of {self.width} have none behind "
                 f"{self.latent} latents; leave two_tiles out"
+            )
+        if self.whole_heads and (self.group_rows, self.warps) != (8, self.merge_warps):
+            raise ValueError(
+                f"whole_heads merges 8 rows by {self.merge_warps} warps, not {self.group_rows} by {self.warps}; leave it out"
             )
         if self.merge_warps % self.warps:
             raise ValueError(f"{self.warps} warps cannot make the sums of {self.merge_warps}: blocks of {self.queries} queries")
@@ -113,7 +117,7 @@ class Facts:
 
     @property
     def slices(self) -> int:
-        """CTAs of a cluster, where the merge multiplies: each takes so many of the latents."""
+        """Of the latents, where the merge multiplies: CTAs of a cluster take one each."""
         return self.latent // SLICE
 
     @property

@@ -38,6 +38,7 @@ from dspark_kernels.cute.block_attention_values import Group, Source, load_part,
 
 MOST_MATRIX_BYTES = 128 << 10  # of shared memory
 LEAST_BATCH = 5  # fewer requests have clusters
+NO_SUMS = 4  # float32, of sums that warps would leave one another
 SUMS, TURNS = 4, 2  # of a lane: sums beside one another, and parts of each that are under way
 
 
@@ -79,8 +80,8 @@ def _sum_parts(work, source: Source, slot, half, shared: Shared, facts: cutlass.
 
 @cute.jit
 def _round(rounded, merged, slot, half, has_keys, shared: Shared, facts: cutlass.Constexpr):
-    """A lane's merged values, rounded, [row, latent]; zeros of rows that see no key, and of those that the group does not
-    have."""
+    """A lane's merged values, rounded, [row, latent]; zeros of rows that see no key.  Rows that the group does not have hold
+    anything: a product's rows do not see one another."""
     dtype, unit, rows = ELEMENTS[facts.dtype], cute.arch.lane_idx() % 16, 2 if facts.paired else 1
     for i in cutlass.range_constexpr(rows):
         row, divisor = slot * rows + i, cutlass.Float32(0.0)
@@ -92,9 +93,8 @@ def _round(rounded, merged, slot, half, has_keys, shared: Shared, facts: cutlass
             at = block * 2 * rows + 2 * i
             values = cute.make_rmem_tensor(2, dtype)
             values[0], values[1] = (merged[at] / divisor).to(dtype), (merged[at + 1] / divisor).to(dtype)
-            if row < ROWS:
-                to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
-                cute.autovec_copy(values, values_at(rounded.iterator, to, dtype, 2, cute.AddressSpace.smem))
+            to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
+            cute.autovec_copy(values, values_at(rounded.iterator, to, dtype, 2, cute.AddressSpace.smem))
 
 
 @cute.jit
@@ -147,7 +147,7 @@ def merge_heads_kernel(
     request, head, group_index = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
     group, dtype, allocator = Group(request, head, group_index * facts.group_rows), ELEMENTS[facts.dtype], SmemAllocator()
-    sizes = (facts.ctas * MERGE_ROWS, facts.warps * MERGE_ROWS, facts.warps * MERGE_ROWS, 4)
+    sizes = (facts.ctas * MERGE_ROWS, facts.warps * MERGE_ROWS, facts.warps * MERGE_ROWS, NO_SUMS)
     shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
     rounded = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * ROWS * ROW_STRIDE), 16)
     fetched = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * _matrix_values(facts)), 16)

@@ -24,7 +24,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     vector_place,
 )
 
-MERGE_ROWS = 16  # of a CTA: those of one warp's vectors
+MERGE_ROWS = 16  # of a CTA: those of one warp's vectors, or 8 with the statistics of either half of the latents
 MERGE_BATCH = 9  # vectors in flight of a thread: all of them, where 16 warps share 132 parts
 MERGING = 1  # a named barrier
 

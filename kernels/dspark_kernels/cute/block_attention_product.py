@@ -1,4 +1,4 @@
-"""What a CTA of `merge_values_kernel` has of a head's matrix, and its product with the merged rows.
+"""64 latents' part of a head's matrix, and its product with the merged rows, where the second kernel multiplies.
 
 `facts` is a `block_attention_facts.Facts`.
 """
@@ -25,13 +25,13 @@ class Matrices(NamedTuple):
 
 
 @cute.jit
-def fetch_matrix(matrices: Matrices, fetched, head, cta, tile, facts: cutlass.Constexpr):
-    """A lane's values of 8 columns of the CTA's rows into its own places: of column lane // 4, rows 8 * (lane % 4) + 0..7, and
-    those 32 on."""
+def fetch_matrix(matrices: Matrices, fetched, head, part_of, tile, facts: cutlass.Constexpr):
+    """A lane's values of 8 columns of the 64 latents of number `part_of` into its own places: of column lane // 4, latents
+    8 * (lane % 4) + 0..7, and those 32 on."""
     dtype, lane = ELEMENTS[facts.dtype], cute.arch.lane_idx()
     copy = cute.make_copy_atom(cpasync.CopyG2SOp(), dtype, num_bits_per_copy=CHUNK * dtype.width)
     if tile < facts.value_tiles:
-        column, row = tile * CHUNK + lane // 4, cta * SLICE + lane % 4 * CHUNK
+        column, row = tile * CHUNK + lane // 4, part_of * SLICE + lane % 4 * CHUNK
         at = head * matrices.head_stride + row * matrices.row_stride + column * matrices.column_stride
         for i in cutlass.range_constexpr(2):
             here = at + i * (SLICE // 2) * matrices.row_stride
@@ -52,7 +52,7 @@ def _own_chunk(fetched, tile, i, facts: cutlass.Constexpr):
 
 @cute.jit
 def multiply(rounded, fetched, tile, facts: cutlass.Constexpr):
-    """The CTA's rows times 8 columns: of row lane // 4, columns 2 * (lane % 4) and the next.
+    """Rows of 64 latents times 8 columns: of row lane // 4, columns 2 * (lane % 4) and the next.
 
     Step s of 16 latents takes those that a lane has at 4 * s, in the order of `fetch_matrix`: any order suits a sum.
     """
