@@ -93,8 +93,9 @@ def low_m_tile(rows: int, out_features: int, in_features: int, dtype: torch.dtyp
     if dtype is torch.float32:
         k, stages, warps, programs = 32, 3, 4, 2
     elif tile_m > 32:
-        n = 2 * n if size >= _WIDE_TILE_BYTES else n
-        (k, stages), warps, programs = (128, 4) if tile_m == 64 and n * (1 + gate_up) <= 64 else (64, 6), tile_m // 16, 1
+        wide = size >= _WIDE_TILE_BYTES
+        n = 2 * n if wide else n
+        (k, stages), warps, programs = (128, 4) if tile_m == 64 and not wide else (64, 6), tile_m // 16, 1
     elif size <= _ONE_PROGRAM_BYTES:
         k, stages, warps, programs = 128, 6, 4, 1
     elif 2 * processors < tiles <= 3 * processors:
@@ -209,9 +210,9 @@ def _triton(x, weight, up_weight, norm_weight, eps, residual, out_dtype, workspa
     tile_m = _tile_m(rows)
     if tile is None:
         tile = low_m_tile(rows, out_features, in_features, x.dtype, gate_up, _processors(x.device))
-    norm = norm_weight is not None and not tile.norm_apart
-    if norm_weight is not None and tile.norm_apart:
-        x = rms_norm(x, norm_weight, eps, backend="triton")
+    norm = norm_weight is not None
+    if norm and tile.norm_apart:
+        x, norm = rms_norm(x, norm_weight, eps, backend="triton"), False
     tiles = -(-out_features // tile.n)
     if tile.splits > 1:
         _check_workspace(workspace, x.device, tiles * _sums_per_tile(tile_m, tile, gate_up, norm), tiles)

@@ -77,8 +77,8 @@ MUTANTS = (
     ),
     Mutant(
         "low_m_norms_twice", "dspark_model/ops/low_m_linear.py",
-        "norm = norm_weight is not None and not tile.norm_apart",
-        "norm = norm_weight is not None",
+        'x, norm = rms_norm(x, norm_weight, eps, backend="triton"), False',
+        'x = rms_norm(x, norm_weight, eps, backend="triton")',
         "ops/test_low_m_linear.py::test_every_form_keeps_the_bound[torch.float32-norm-split-norm_apart]",
     ),
     Mutant(

@@ -126,15 +126,19 @@ class Facts:
         return self.heads == 8
 
     @property
+    def slot_rows(self) -> int:
+        return 2 if self.paired else 1
+
+    @property
     def slots(self) -> int:
         """Places of a group's rows in a part: each a row, or a pair of rows."""
         rows = min(self.rows, self.group_rows)
-        return -(-rows // 2) if self.paired else rows
+        return -(-rows // self.slot_rows)
 
     @property
     def slot_values(self) -> int:
         """Of a vector, that belong to the rows of a slot."""
-        return CHUNK if self.paired else CHUNK // 2
+        return CHUNK // 2 * self.slot_rows
 
     @property
     def slot_turns(self) -> int:
@@ -150,6 +154,16 @@ class Facts:
     def value_tiles(self) -> int:
         """Of 8 columns."""
         return self.value_width // CHUNK
+
+    @property
+    def warp_tiles(self) -> int:
+        """Of 8 columns, of a warp that multiplies."""
+        return -(-self.value_tiles // self.warps)
+
+    @property
+    def fetched_values(self) -> int:
+        """Places in shared memory for 64 latents of a head's matrix."""
+        return self.warp_tiles * self.warps * CHUNK * SLICE
 
     @property
     def owned_tiles(self) -> int:

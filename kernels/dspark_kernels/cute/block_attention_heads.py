@@ -21,20 +21,18 @@ from dspark_kernels.cute.block_attention_merge import (
     weigh_parts,
 )
 from dspark_kernels.cute.block_attention_product import ROW_STRIDE, ROWS, Matrices, fetch_matrix, multiply
-from dspark_kernels.cute.block_attention_schedule import (
-    CHUNK,
-    ELEMENTS,
-    PART,
-    SLICE,
-    TILE,
-    WARP,
-    Requests,
-    Workspace,
-    entry_of,
-    parts_of,
-    values_at,
+from dspark_kernels.cute.block_attention_schedule import CHUNK, ELEMENTS, PART, TILE, WARP, Requests, Workspace, entry_of
+from dspark_kernels.cute.block_attention_values import (
+    Group,
+    Source,
+    first_of,
+    load_part,
+    parts_of_row,
+    put_result,
+    put_rounded,
+    row_of,
+    source_of,
 )
-from dspark_kernels.cute.block_attention_values import Group, Source, load_part, query_of, row_tile_of, source_of
 
 MOST_MATRIX_BYTES = 128 << 10  # of shared memory
 LEAST_BATCH = 5  # fewer requests have clusters
@@ -69,8 +67,7 @@ def _sum_parts(work, source: Source, slot, half, shared: Shared, facts: cutlass.
                     part = first + i * step + j
                     if part < source.count:
                         for k in cutlass.range_constexpr(count):
-                            row = slot * 2 + k // 2 % 2 if facts.paired else slot
-                            weight = shared.weights[part * MERGE_ROWS + half * ROWS + row]
+                            weight = shared.weights[part * MERGE_ROWS + half * ROWS + row_of(slot, k, facts)]
                             sums[j][k] = cute.math.fma(weight, vectors[i][j][k].to(cutlass.Float32), sums[j][k])
         for j in cutlass.range_constexpr(SUMS):
             for k in cutlass.range_constexpr(count):
@@ -82,19 +79,17 @@ def _sum_parts(work, source: Source, slot, half, shared: Shared, facts: cutlass.
 def _round(rounded, merged, slot, half, has_keys, shared: Shared, facts: cutlass.Constexpr):
     """A lane's merged values, rounded, [row, latent]; zeros of rows that see no key.  Rows that the group does not have hold
     anything: a product's rows do not see one another."""
-    dtype, unit, rows = ELEMENTS[facts.dtype], cute.arch.lane_idx() % 16, 2 if facts.paired else 1
-    for i in cutlass.range_constexpr(rows):
-        row, divisor = slot * rows + i, cutlass.Float32(0.0)
+    dtype, unit = ELEMENTS[facts.dtype], cute.arch.lane_idx() % 16
+    for i in cutlass.range_constexpr(facts.slot_rows):
+        row, divisor = slot * facts.slot_rows + i, cutlass.Float32(0.0)
         if has_keys and slot < facts.slots:
             for j in cutlass.range_constexpr(facts.merge_warps):
                 divisor += shared.sums[j * MERGE_ROWS + half * ROWS + row]
         divisor = cutlass.Float32(1.0) if divisor == 0.0 else divisor  # then the sums are 0
         for block in cutlass.range_constexpr(2):
-            at = block * 2 * rows + 2 * i
-            values = cute.make_rmem_tensor(2, dtype)
+            at, values = first_of(i, block, facts), cute.make_rmem_tensor(2, dtype)
             values[0], values[1] = (merged[at] / divisor).to(dtype), (merged[at + 1] / divisor).to(dtype)
-            to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
-            cute.autovec_copy(values, values_at(rounded.iterator, to, dtype, 2, cute.AddressSpace.smem))
+            put_rounded(rounded, row, unit, block, values)
 
 
 @cute.jit
@@ -106,31 +101,16 @@ def _of_slice(tensor, part_of, size: cutlass.Constexpr):
 @cute.jit
 def _store(out, rounded, fetched, group: Group, tile, facts: cutlass.Constexpr):
     """8 columns of the product of all latents, summed in the order in which `merge_values_kernel` adds those of its CTAs."""
-    dtype, lane = ELEMENTS[facts.dtype], cute.arch.lane_idx()
-    sums = cute.make_rmem_tensor(2, cutlass.Float32)
+    lane, sums = cute.arch.lane_idx(), cute.make_rmem_tensor(2, cutlass.Float32)
     sums.fill(0.0)
     for part_of in cutlass.range_constexpr(facts.slices):
         own_rows = _of_slice(rounded, part_of, ROWS * ROW_STRIDE)
-        product = multiply(own_rows, _of_slice(fetched, part_of, _matrix_values(facts)), tile, facts)
+        product = multiply(own_rows, _of_slice(fetched, part_of, facts.fetched_values), tile, facts)
         sums[0] += product[0]
         sums[1] += product[1]
     block_row = group.first + lane // 4
     if tile < facts.value_tiles and block_row < facts.rows:
-        values = cute.make_rmem_tensor(2, dtype)
-        values[0], values[1] = sums[0].to(dtype), sums[1].to(dtype)
-        to = (cutlass.Int64(group.request) * facts.rows + block_row) * facts.heads + group.head
-        to = to * facts.value_width + tile * CHUNK + lane % 4 * 2
-        cute.autovec_copy(values, values_at(out, to, dtype, 2, cute.AddressSpace.gmem))
-
-
-def _own_tiles(facts) -> int:
-    """Of 8 columns, of a warp."""
-    return -(-facts.value_tiles // facts.warps)
-
-
-def _matrix_values(facts) -> int:
-    """Of a matrix's 64 latents, in shared memory."""
-    return _own_tiles(facts) * facts.warps * CHUNK * SLICE
+        put_result(out, group, block_row, tile, lane % 4 * 2, sums[0], sums[1], facts)
 
 
 @cute.kernel
@@ -150,18 +130,16 @@ def merge_heads_kernel(
     sizes = (facts.ctas * MERGE_ROWS, facts.warps * MERGE_ROWS, facts.warps * MERGE_ROWS, NO_SUMS)
     shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
     rounded = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * ROWS * ROW_STRIDE), 16)
-    fetched = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * _matrix_values(facts)), 16)
+    fetched = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * facts.fetched_values), 16)
     for part_of in cutlass.range_constexpr(facts.slices):
-        for i in cutlass.range_constexpr(_own_tiles(facts)):
-            own = _of_slice(fetched, part_of, _matrix_values(facts))
+        for i in cutlass.range_constexpr(facts.warp_tiles):
+            own = _of_slice(fetched, part_of, facts.fetched_values)
             fetch_matrix(matrices, own, head, part_of, warp + i * facts.warps, facts)
     cute.arch.cp_async_commit_group()
 
     entry, own = entry_of(requests, request, facts), own_of(thread)
-    row = own.row % ROWS  # both halves of the latents have statistics of their own: those of the second in rows 8 to 15
-    query = query_of(group, row, facts)
-    part, count = parts_of(request, row_tile_of(query, facts), *entry, facts)
-    own_count = count if row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
+    # Both halves of the latents have statistics of their own: those of the second in rows 8 to 15.
+    query, part, count, own_count = parts_of_row(group, entry, own.row % ROWS, facts)
     at = Place(cutlass.Int32(0), own.row // ROWS, query % TILE - own.row, part, own_count)
     cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
 
@@ -174,5 +152,5 @@ def merge_heads_kernel(
         _round(_of_slice(rounded, part_of, ROWS * ROW_STRIDE), merged, slot, half, count > 0, shared, facts)
     cute.arch.cp_async_wait_group(0)  # a lane reads what it has fetched itself
     meet_merging(facts)
-    for i in cutlass.range_constexpr(_own_tiles(facts)):
+    for i in cutlass.range_constexpr(facts.warp_tiles):
         _store(out, rounded, fetched, group, warp + i * facts.warps, facts)

@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 
 @cute.jit
-def query_of(group: Group, row, facts: cutlass.Constexpr):
+def _query_of(group: Group, row, facts: cutlass.Constexpr):
     """The query row of a group's row.  A row, or a pair of them, past the block's last one stands for that."""
     if cutlass.const_expr(facts.paired):
         block_row = cutlass.min(group.first + row // 2 * 2, (facts.rows - 1) // 2 * 2) + row % 2
@@ -66,7 +66,7 @@ def query_of(group: Group, row, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def row_tile_of(query, facts: cutlass.Constexpr):
+def _row_tile_of(query, facts: cutlass.Constexpr):
     """The tile of a query row; where there is one only, the compiler sees that all rows have the same parts."""
     return query // TILE if facts.row_tiles > 1 else cutlass.Int32(0)
 
@@ -76,8 +76,8 @@ def source_of(group: Group, entry, part_of, slot, facts: cutlass.Constexpr):
     """Where the vectors of a slot begin, for a lane, of the 64 latents of number `part_of`; none of a slot that the group does
     not have."""
     lane = cute.arch.lane_idx()
-    query = query_of(group, slot * (2 if facts.paired else 1), facts)
-    part, count = parts_of(group.request, row_tile_of(query, facts), *entry, facts)
+    query = _query_of(group, slot * facts.slot_rows, facts)
+    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
     row = query % TILE
     warpgroup_ctas = facts.slices // 2
     vector = part_of % warpgroup_ctas * 4 + lane % 16 // 4
@@ -88,6 +88,20 @@ def source_of(group: Group, entry, part_of, slot, facts: cutlass.Constexpr):
     if slot >= facts.slots:
         count = cutlass.Int32(0)
     return Source(first, count)
+
+
+@cute.jit
+def parts_of_row(group: Group, entry, row, facts: cutlass.Constexpr):
+    """Of a group's row: its query row, the first part, how many there are, and how many of them are its own: none of a row that
+    the group does not have."""
+    query = _query_of(group, row, facts)
+    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
+    return query, part, count, count if row < facts.slots * facts.slot_rows else cutlass.Int32(0)
+
+
+def row_of(slot, k: int, facts):
+    """The group's row of a lane's value number k of a slot."""
+    return slot * 2 + k // 2 % 2 if facts.paired else slot
 
 
 @cute.jit
@@ -126,13 +140,24 @@ def _sum_parts(work, sources, vectors, longest, warp, lane, shared: Shared, fact
                 if part < sources[i].count:
                     slot = i * 2 + lane // 16
                     for k in cutlass.range_constexpr(count):
-                        row = slot * 2 + k // 2 % 2 if facts.paired else slot
-                        weight = shared.weights[part * MERGE_ROWS + row]
+                        weight = shared.weights[part * MERGE_ROWS + row_of(slot, k, facts)]
                         at = i * count + k
                         merged[at] = cute.math.fma(weight, vectors[j][i][k].to(cutlass.Float32), merged[at])
     for i in cutlass.range_constexpr(facts.slot_turns):
         for k in cutlass.range_constexpr(count):
             shared.out[(warp * count + k) * lanes + i * WARP + lane] = merged[i * count + k]
+
+
+def first_of(row, block, facts):
+    """Of a slot's values that a lane has, the first of the two of a row in one of two blocks of 8 latents."""
+    return block * 4 + row % 2 * 2 if facts.paired else block * 2
+
+
+@cute.jit
+def put_rounded(rounded, row, unit, block, values):
+    """Two neighbouring latents of a row, which lane unit (of 16) has; block: as in `first_of`."""
+    to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
+    cute.autovec_copy(values, values_at(rounded.iterator, to, values.element_type, 2, cute.AddressSpace.smem))
 
 
 @cute.jit
@@ -146,8 +171,7 @@ def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Conste
         pair = thread + i * threads
         if pair < pairs:
             unit, row, block = pair % 16, pair // 16 % ROWS, pair // (16 * ROWS)
-            slot = row // 2 if facts.paired else row
-            first = block * 4 + row % 2 * 2 if facts.paired else block * 2
+            slot, first = row // facts.slot_rows, first_of(row, block, facts)
             values = cute.make_rmem_tensor(2, dtype)
             values.fill(0.0)
             if has_keys and slot < facts.slots:
@@ -159,8 +183,7 @@ def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Conste
                     right += shared.out[at + lanes]
                 divisor = cutlass.Float32(1.0) if divisor == 0.0 else divisor  # of a row that sees no key, whose sums are 0
                 values[0], values[1] = (left / divisor).to(dtype), (right / divisor).to(dtype)
-            to = row * ROW_STRIDE + unit // 4 * 16 + block * 8 + unit % 4 * 2
-            cute.autovec_copy(values, values_at(rounded.iterator, to, dtype, 2, cute.AddressSpace.smem))
+            put_rounded(rounded, row, unit, block, values)
     meet_merging(facts)
 
 
@@ -174,9 +197,7 @@ def merge_rows(rounded, shared: Shared, requests: Requests, work: Workspace, gro
     thread, _, _ = cute.arch.thread_idx()
     warp, lane, turns = cute.arch.make_warp_uniform(thread // WARP), thread % WARP, facts.slot_turns
     entry, own = entry_of(requests, group.request, facts), own_of(thread)
-    query = query_of(group, own.row, facts)
-    part, count = parts_of(group.request, row_tile_of(query, facts), *entry, facts)
-    own_count = count if own.row < facts.slots * (2 if facts.paired else 1) else cutlass.Int32(0)
+    query, part, count, own_count = parts_of_row(group, entry, own.row, facts)
     at = Place(cutlass.Int32(0), part_of // (facts.slices // 2), query % TILE - own.row, part, own_count)
     sources = [source_of(group, entry, part_of, i * 2 + lane // 16, facts) for i in range(turns)]
     longest = sources[0].count
@@ -208,10 +229,20 @@ def shared_sizes(facts) -> tuple[int, int, int, int]:
 
 
 @cute.jit
+def put_result(out, group: Group, block_row, tile, column, left, right, facts: cutlass.Constexpr):
+    """Two neighbouring columns of a tile of 8, of a row of the result, rounded."""
+    dtype = ELEMENTS[facts.dtype]
+    values = cute.make_rmem_tensor(2, dtype)
+    values[0], values[1] = left.to(dtype), right.to(dtype)
+    to = (cutlass.Int64(group.request) * facts.rows + block_row) * facts.heads + group.head
+    to = to * facts.value_width + tile * CHUNK + column
+    cute.autovec_copy(values, values_at(out, to, dtype, 2, cute.AddressSpace.gmem))
+
+
+@cute.jit
 def _store(out, received, group: Group, cta, thread, facts: cutlass.Constexpr):
     """The columns that this CTA owns, from the products of all, in their order."""
-    dtype, threads = ELEMENTS[facts.dtype], facts.warps * WARP
-    pairs = facts.owned_tiles * ROWS * CHUNK // 2
+    threads, pairs = facts.warps * WARP, facts.owned_tiles * ROWS * CHUNK // 2
     for i in cutlass.range_constexpr(-(-pairs // threads)):
         pair = thread + i * threads
         own_tile, row, column = pair // WARP, pair // 4 % ROWS, pair % 4 * 2
@@ -223,11 +254,7 @@ def _store(out, received, group: Group, cta, thread, facts: cutlass.Constexpr):
                 at = (own_tile * facts.slices + j) * ROWS * CHUNK + row * CHUNK + column
                 left += received[at]
                 right += received[at + 1]
-            values = cute.make_rmem_tensor(2, dtype)
-            values[0], values[1] = left.to(dtype), right.to(dtype)
-            to = (cutlass.Int64(group.request) * facts.rows + block_row) * facts.heads + group.head
-            to = to * facts.value_width + tile * CHUNK + column
-            cute.autovec_copy(values, values_at(out, to, dtype, 2, cute.AddressSpace.gmem))
+            put_result(out, group, block_row, tile, column, left, right, facts)
 
 
 @cute.kernel
@@ -253,17 +280,15 @@ def merge_values_kernel(
     received = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(received_size), 16)
     rounded = allocator.allocate_tensor(ELEMENTS[facts.dtype], cute.make_layout(ROWS * ROW_STRIDE), 16)
 
-    own_tiles = -(-facts.value_tiles // warps)
-    fetched_size = own_tiles * warps * CHUNK * SLICE
-    fetched = allocator.allocate_tensor(ELEMENTS[facts.dtype], cute.make_layout(fetched_size), 16)
-    for i in cutlass.range_constexpr(own_tiles):
+    fetched = allocator.allocate_tensor(ELEMENTS[facts.dtype], cute.make_layout(facts.fetched_values), 16)
+    for i in cutlass.range_constexpr(facts.warp_tiles):
         fetch_matrix(matrices, fetched, head, cta, warp + i * warps, facts)
     cute.arch.cp_async_commit_group()
     merge_rows(rounded, shared, requests, work, group, cta, facts)
     cute.arch.cp_async_wait_group(0)  # a lane reads what it has fetched itself
-    products = [multiply(rounded, fetched, warp + i * warps, facts) for i in range(own_tiles)]
+    products = [multiply(rounded, fetched, warp + i * warps, facts) for i in range(facts.warp_tiles)]
     cute.arch.cluster_wait()
-    for i in cutlass.range_constexpr(own_tiles):
+    for i in cutlass.range_constexpr(facts.warp_tiles):
         send(products[i], received, cta, warp + i * warps, facts)
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
