@@ -79,13 +79,19 @@ def statuses(tmp_path_factory) -> dict[str, int]:
         folder = link_package(tmp_path_factory.mktemp(mutant.name), plain)
         break_package(folder, mutant)
         jobs.append([mutant.name, str(folder), [f"tests/{mutant.test}"]])
-    settings = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    settings = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths_of_others()}
     command, environment = [sys.executable, "-c", DRIVER], os.environ | settings
     with ThreadPoolExecutor(DRIVERS) as threads:  # each waits for a process of its own
         runs = threads.map(
             lambda part: run_driver(command, folder, environment, part), [jobs[i::DRIVERS] for i in range(DRIVERS)]
         )
         return {name: status for results in runs for name, status in results.items()}
+
+
+def paths_of_others() -> str:
+    """PYTHONPATH without this checkout, whose modules a copy has to stand for."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(path for path in paths if path and not Path(path).resolve().is_relative_to(ROOT))
 
 
 def run_driver(command: list[str], folder: Path, environment: dict[str, str], jobs: list) -> dict[str, int]:
