@@ -54,7 +54,7 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     results = json.loads(done.stdout.splitlines()[-1])
     # One tile in flight: each warpgroup has half of a tile's keys, and both have one build.  Two: a build for each, with a
     # pair's first tile apart; the values behind the scores, and those of the other's tiles, in the loop and behind it.
-    one = [{32: 36, 256: 4}, {32: 20, 128: 4}]
+    one = [{32: 36, 256: 4, 128: 4}, {32: 20, 128: 4, 64: 4}]
     two = [{64: 4 * 36, 256: 8 * 4}, {64: 4 * 20, 128: 8 * 4}]
     # The product: four steps for each eight columns that a warp has, of 64 latents or of all, which nobody else adds up.
     wanted = (
@@ -91,7 +91,7 @@ def test_the_schedule_is_by_the_rows_of_the_block(rows, heads, width, two_tiles,
     for page_size, box, span in ((16, 16, 64), (32, 32, 64 if wanted else 32), (128, 64, 64)):
         facts = Facts(torch.bfloat16, 512, width, rows, heads, page_size, False, 132, two_tiles=two_tiles)
         assert (facts.seesaw, facts.box, facts.span) == (wanted, box, span)
-        assert facts.box_columns == (64 if wanted or box < span else width)
+        assert facts.blocks == width // 64
 
 
 def test_many_requests_have_a_cta_for_a_heads_rows():

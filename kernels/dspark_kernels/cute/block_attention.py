@@ -70,7 +70,7 @@ def _launch(
     pool_layout = cute.make_layout(
         (facts.page_size, (SWIZZLE, blocks), latents.pages), stride=(token_stride, (1, SWIZZLE), page_stride)
     )
-    tma_atom, tma_tensor = tma_boxes(cute.make_tensor(latents.values, pool_layout), facts.box, facts.box_columns)
+    tma_atom, tma_tensor = tma_boxes(cute.make_tensor(latents.values, pool_layout), facts.box, SWIZZLE)
     query_layout = cute.make_layout(
         (facts.queries, (SWIZZLE, blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
     )
@@ -271,6 +271,7 @@ def block_attention(
     slots: torch.Tensor | None = None,
     value_weights: torch.Tensor | None = None,
     two_tiles: bool | None = None,
+    halves: bool = True,
 ) -> torch.Tensor:
     """Two launches on the device's current stream, under a CUDA graph too; the lengths are read on the device only.
 
@@ -281,6 +282,7 @@ def block_attention(
     value_weights: [heads, kv_lora_rank, v_head_dim] of the same dtype, any strides; with values of a column side by side, at
     multiples of 16 bytes, they are read 16 bytes at once.
     two_tiles: for benchmarks, which of the two schedules; None: by the shape (`Facts.seesaw`).
+    halves: for tests, whether two CTAs may share a tile (`Facts.halves`).
     Returns [B, N, heads, kv_lora_rank]; with value_weights the product of it, rounded, with each head's, [B, N, heads,
     v_head_dim].
 
@@ -289,7 +291,7 @@ def block_attention(
     """
     call = _call(
         queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
-        causal=causal, window=window, slots=slots, value_weights=value_weights, two_tiles=two_tiles,
+        causal=causal, window=window, slots=slots, value_weights=value_weights, two_tiles=two_tiles, halves=halves,
     )  # fmt: skip
     if call.tensors["out"].numel():
         _launch_now(call)

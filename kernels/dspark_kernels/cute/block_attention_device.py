@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dspark_kernels.cute.block_attention_fetch import STAGES, SWIZZLE, Shared, keys_layout
+from dspark_kernels.cute.block_attention_fetch import STAGES, SWIZZLE, Shared, keys_layout, values_layout
 from dspark_kernels.cute.block_attention_schedule import (
     CHUNK,
     CONSUMERS,
@@ -96,21 +96,48 @@ def clear_rows(shared, first, end, thread, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def _multiply_scores(first_mma, mma, scores, queries, keys, stage, facts: cutlass.Constexpr):
-    """Starts queries times the keys of a stage."""
+def _multiply_scores(first_mma, mma, scores, queries, keys, full, done, facts: cutlass.Constexpr):
+    """Starts queries times the keys of a tile, block after block as they come; done: tiles before it."""
+    stage, steps = done % STAGES, SWIZZLE // 16
     warpgroup.fence()
     for k in cutlass.range_constexpr(facts.width // 16):
+        if cutlass.const_expr(k % steps == 0):
+            cute.arch.mbarrier_wait(full + (stage * facts.blocks + k // steps), done // STAGES % 2)
         cute.gemm(mma if k else first_mma, scores, queries[None, None, k], keys[None, None, k, stage], scores)
     warpgroup.commit_group()
 
 
+class Gathering(NamedTuple):
+    """wgmma of a tile's weights and so many columns of its values, a half of them for each warpgroup; its operands."""
+
+    mma: cute.TiledMma
+    weights: cute.Tensor
+    values: cute.Tensor
+    out: cute.Tensor
+
+
 @cute.jit
-def _multiply_values(mma, out, weights, values, stage):
-    """Starts the weights times the values of a stage."""
+def _gathering(shared: Shared, out, columns: cutlass.Constexpr, number, group, facts: cutlass.Constexpr):
+    """Of the columns from number * columns on, into the first registers of `out`."""
+    mma = tiled_product(columns // 2, warpgroup.OperandSource.SMEM, OperandMajorMode.MN, 2, True, facts)
+    own = mma.get_slice(group * 128)
+    values = cute.make_tensor(shared.values.iterator + number * (columns * facts.span), values_layout(columns, facts))
+    return Gathering(
+        mma,
+        mma.make_fragment_A(own.partition_A(shared.weights)),
+        mma.make_fragment_B(own.partition_B(values)),
+        cute.make_tensor(out.iterator, cute.make_layout(mma.partition_shape_C((TILE, columns)))),
+    )
+
+
+@cute.jit
+def _multiply_values(one: Gathering, stage):
+    """The weights times the values of a stage."""
     warpgroup.fence()
     for k in cutlass.range_constexpr(KEYS // 16):
-        cute.gemm(mma, out, weights[None, None, k], values[None, None, k, stage], out)
+        cute.gemm(one.mma, one.out, one.weights[None, None, k], one.values[None, None, k, stage], one.out)
     warpgroup.commit_group()
+    warpgroup.wait_group(0)
 
 
 @cute.jit
@@ -139,7 +166,9 @@ def _weigh(scores, weights, rows, s_maxima, seen, token, thread, scale, facts: c
         other = s_maxima[(1 - group) * TILE + row + 8 * i]
         new = cute.arch.fmax(rows.highest[i], cute.arch.fmax(peaks[i], other) * scale)
         base = cutlass.Float32(0.0) if new == -cutlass.Float32.inf else new
-        rows.shrink[i] = cute.math.exp2(rows.highest[i] - base, fastmath=True)
+        # As long as there is no score there are no outputs to shrink.
+        seen_before = rows.highest[i] != -cutlass.Float32.inf
+        rows.shrink[i] = cute.math.exp2(rows.highest[i] - base, fastmath=True) if seen_before else cutlass.Float32(1.0)
         rows.highest[i] = new
         added = cutlass.Float32(0.0)
         for j in cutlass.range_constexpr(values // 2):
@@ -180,41 +209,68 @@ def rescale(out, rows):
 
 
 @cute.jit
-def store_part(out, rows, s_sums, work, part, thread, facts: cutlass.Constexpr):
-    """A thread's values of a part, and the statistics of its two rows."""
+def _peak(out, begin: cutlass.Constexpr, end: cutlass.Constexpr, i: cutlass.Constexpr):
+    """The largest of a thread's values begin..end of its row i, by size."""
+    peak = cutlass.Float32(LEAST_PEAK)
+    for j in cutlass.range_constexpr(begin // 4, end // 4):
+        for at in (4 * j + 2 * i, 4 * j + 2 * i + 1):
+            peak = cute.arch.fmax(peak, cute.arch.fmax(out[at], -out[at]))
+    return peak
+
+
+@cute.jit
+def _store_vectors(
+    out, inverses, work, first, begin: cutlass.Constexpr, end: cutlass.Constexpr, facts: cutlass.Constexpr
+):  # fmt: skip
+    """A thread's vectors begin..end of a part; first: where the first one belongs."""
+    for v in cutlass.range_constexpr(begin, end):
+        vector = cute.make_rmem_tensor(CHUNK, PART)
+        for k in cutlass.range_constexpr(CHUNK):
+            vector[k] = (out[v * CHUNK + k] * inverses[k // 2 % 2]).to(PART)
+        at = first + vector_place(v, 0, facts) * CHUNK
+        cute.autovec_copy(vector, values_at(work.parts, at, PART, CHUNK, cute.AddressSpace.gmem))
+
+
+@cute.jit
+def store_part(out, rows, s_sums, work, part, thread, takers, half, facts: cutlass.Constexpr):
+    """A thread's values of a part, and the statistics of its two rows.  Each warpgroup has one half of the values; with two
+    takers both share this one of it, in the first half of their registers, and agree on its peak."""
     group, own_warp, quad, column = thread // 128, thread // WARP % 4, thread % WARP // 4, thread % 4
     row = own_warp * 16 + quad  # and row + 8
-    sums = rows.sums
+    whose = group if takers == 1 else half
+    sums, values = rows.sums, cute.size(out)
+    peaks, inverses = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2))
     for i in cutlass.range_constexpr(2):
         sums[i] += cute.arch.shuffle_sync_bfly(sums[i], 1)
         sums[i] += cute.arch.shuffle_sync_bfly(sums[i], 2)
-        if column == 0:
-            s_sums[group * TILE + row + 8 * i] = sums[i]
-    meet(MAXIMA)
-    inverses = cute.make_rmem_tensor(2, cutlass.Float32)
-    for i in cutlass.range_constexpr(2):
-        total = s_sums[row + 8 * i] + s_sums[TILE + row + 8 * i]
-        peak = cutlass.Float32(LEAST_PEAK)
-        for j in cutlass.range_constexpr(cute.size(out) // 4):
-            for at in (4 * j + 2 * i, 4 * j + 2 * i + 1):
-                peak = cute.arch.fmax(peak, cute.arch.fmax(out[at], -out[at]))
+        peak = _peak(out, 0, values // 2, i)
+        if takers == 1:
+            peak = cute.arch.fmax(peak, _peak(out, values // 2, values, i))
         peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 1))
         peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, 2))
+        peaks[i] = peak
+        if column == 0:
+            s_sums[group * TILE + row + 8 * i] = sums[i]
+            s_sums[(2 + group) * TILE + row + 8 * i] = peak
+    meet(MAXIMA)
+    for i in cutlass.range_constexpr(2):
+        total, peak = s_sums[row + 8 * i] + s_sums[TILE + row + 8 * i], peaks[i]
+        if takers == 2:
+            peak = cute.arch.fmax(peak, s_sums[(3 - group) * TILE + row + 8 * i])
         inverses[i] = 1.0 / peak
         statistic = cute.make_rmem_tensor(2, cutlass.Float32)  # of a row without a visible key: no weight
         statistic[0], statistic[1] = -cutlass.Float32.inf, cutlass.Float32(0.0)
         if total != 0.0:
             statistic[0], statistic[1] = rows.highest[i] + cute.math.log2(total), peak / total
         if column == 0:
-            at = ((part * 2 + group) * TILE + row + 8 * i) * 2
+            at = ((part * 2 + whose) * TILE + row + 8 * i) * 2
             cute.autovec_copy(statistic, values_at(work.statistics, at, cutlass.Float32, 2, cute.AddressSpace.gmem))
-    first = (part * facts.vectors * CONSUMERS + vector_place(0, thread, facts)) * CHUNK
-    for v in cutlass.range_constexpr(facts.vectors):
-        vector = cute.make_rmem_tensor(CHUNK, PART)
-        for k in cutlass.range_constexpr(CHUNK):
-            vector[k] = (out[v * CHUNK + k] * inverses[k // 2 % 2]).to(PART)
-        at = first + vector_place(v, 0, facts) * CHUNK
-        cute.autovec_copy(vector, values_at(work.parts, at, PART, CHUNK, cute.AddressSpace.gmem))
+    owner = whose * (CONSUMERS // 2) + thread % (CONSUMERS // 2)
+    begin = cutlass.Int32(0) if takers == 1 else group * (facts.vectors // 2)
+    first = (part * facts.vectors * CONSUMERS + vector_place(begin, owner, facts)) * CHUNK
+    _store_vectors(out, inverses, work, first, 0, facts.vectors // 2, facts)
+    if takers == 1:
+        _store_vectors(out, inverses, work, first, facts.vectors // 2, facts.vectors, facts)
 
 
 @cute.jit
@@ -241,26 +297,28 @@ def tiled_product(columns: int, source, major, groups: int, accumulate: bool, fa
 
 
 @cute.jit
-def consume(queries, requests, work, shared: Shared, tile, last, own, tiles_end, scale, facts: cutlass.Constexpr):
-    """The two warpgroups: parts of the pairs among the tiles tile..last of the list."""
+def consume(
+    queries, requests, work, shared: Shared, taker, tile, last, own, tiles_end, scale, takers, half, facts: cutlass.Constexpr
+):  # fmt: skip
+    """The two warpgroups: parts of the pairs among the tiles tile..last of the list.  takers: CTAs that take these tiles; of two,
+    this one has the values of one half."""
     dtype = ELEMENTS[facts.dtype]
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
     pairs_done = cutlass.Int32(0)
     group = cute.arch.make_warp_uniform(thread // 128)
     row = warp % 4 * 16 + lane // 4  # and row + 8
-    smem, by_key, by_value = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
-    first_mma, score_mma = (tiled_product(KEYS // 2, smem, by_key, 2, accumulate, facts) for accumulate in (False, True))
-    value_mma = tiled_product(facts.latent // 2, smem, by_value, 2, True, facts)
-    score_slice, value_slice = score_mma.get_slice(group * 128), value_mma.get_slice(group * 128)
+    smem = warpgroup.OperandSource.SMEM
+    first_mma, score_mma = (
+        tiled_product(KEYS // 2, smem, OperandMajorMode.K, 2, accumulate, facts) for accumulate in (False, True)
+    )
+    score_slice = score_mma.get_slice(group * 128)
     f_queries = score_mma.make_fragment_A(score_slice.partition_A(shared.queries))
     f_keys = score_mma.make_fragment_B(score_slice.partition_B(cute.make_tensor(shared.keys.iterator, keys_layout(facts))))
-    f_weights = value_mma.make_fragment_A(value_slice.partition_A(shared.weights))
-    f_values = value_mma.make_fragment_B(value_slice.partition_B(shared.values))
     scores = cute.make_rmem_tensor(score_mma.partition_shape_C((TILE, KEYS)), cutlass.Float32)
-    out = cute.make_rmem_tensor(value_mma.partition_shape_C((TILE, facts.latent)), cutlass.Float32)
+    out = cute.make_rmem_tensor(TILE * facts.latent // CONSUMERS, cutlass.Float32)
+    whole = _gathering(shared, out, facts.latent, cutlass.Int32(0), group, facts)
     weights = cute.make_rmem_tensor(scores.layout, dtype)
     rows = Rows(*(cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)))
     raw_queries = cute.recast_ptr(shared.queries.iterator, dtype=dtype)
@@ -281,15 +339,19 @@ def consume(queries, requests, work, shared: Shared, tile, last, own, tiles_end,
         first_token = pair.first // KEYS * KEYS
         for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
             token, stage = first_token + key_tile * KEYS, done % STAGES
-            cute.arch.mbarrier_wait(shared.full + stage, (done // STAGES) % 2)
-            _multiply_scores(first_mma, score_mma, scores, f_queries, f_keys, stage, facts)
+            _multiply_scores(first_mma, score_mma, scores, f_queries, f_keys, shared.full, done, facts)
             warpgroup.wait_group(0)
             _weigh(scores, weights, rows, shared.maxima, seen, token, thread, scale, facts)
             _hand_over(weights, shared.weights, shared.keys, seen, token, stage, thread, facts)
             rescale(out, rows)
             meet(WEIGHTS)
-            _multiply_values(value_mma, out, f_weights, f_values, stage)
-            warpgroup.wait_group(0)
+            if cutlass.const_expr(not facts.halved):
+                _multiply_values(whole, stage)
+            else:
+                if takers == 1:
+                    _multiply_values(whole, stage)
+                else:
+                    _multiply_values(_gathering(shared, out, facts.latent // 2, half, group, facts), stage)
             if lane == 0:
                 cute.arch.mbarrier_arrive(shared.empty + stage)
             done += 1
@@ -297,6 +359,6 @@ def consume(queries, requests, work, shared: Shared, tile, last, own, tiles_end,
         if lane == 0:
             cute.arch.mbarrier_arrive(shared.queries_empty)
         pairs_done += 1
-        part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
-        store_part(out, rows, shared.maxima, work, part, thread, facts)
+        part = cutlass.Int64(taker + pair.request * facts.row_tiles + pair.row_tile)
+        store_part(out, rows, shared.maxima, work, part, thread, takers, half, facts)
         tile += pair.count

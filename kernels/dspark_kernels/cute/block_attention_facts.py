@@ -27,6 +27,8 @@ class Facts:
     merged: the launch merges; else another one does.
     early: the launch fetches keys before the kernel before it has ended, which makes the queries, the latents of the block and
     at most so many before them, late_rows.
+    halves: where there are at least two CTAs for each tile, two of them take it, each for half of the values, as far as
+    `halved` allows; the bits are the same.
     """
 
     dtype: torch.dtype
@@ -48,6 +50,7 @@ class Facts:
     merged: bool = True
     early: bool = False
     late_rows: int = 0
+    halves: bool = True
 
     def __post_init__(self) -> None:
         if self.two_tiles and self.width == self.latent:
@@ -80,6 +83,11 @@ class Facts:
         return self.width > self.latent and (self.row_tiles > 1 if self.two_tiles is None else self.two_tiles)
 
     @property
+    def halved(self) -> bool:
+        """A short list's tiles may have two takers: each warpgroup then has whole swizzled blocks of the values."""
+        return self.halves and not self.seesaw and self.latent % (4 * SWIZZLE) == 0
+
+    @property
     def box(self) -> int:
         """Rows that one TMA box takes: they lie in one page and in one tile."""
         return gcd(self.page_size, KEYS)
@@ -91,9 +99,9 @@ class Facts:
         return self.box if self.box >= KEYS // 2 and not self.seesaw else KEYS
 
     @property
-    def box_columns(self) -> int:
-        """A box is a whole span where it can be, so that few are asked for."""
-        return self.width if self.box == self.span and not self.seesaw else SWIZZLE
+    def blocks(self) -> int:
+        """Of 64 columns of a key row; a TMA box has one."""
+        return self.width // SWIZZLE
 
     @property
     def vectors(self) -> int:

@@ -22,7 +22,7 @@ EVICT_FIRST = 0x12F0000000000000
 
 class Shared(NamedTuple):
     """queries [64, D], keys [64, D, stage] and the same bytes as values [C, 64, stage], weights [64, 64], maxima float32
-    [warpgroup, 64]; mbarriers: full and empty of each stage, and of the queries."""
+    [warpgroup, 64] and as many peaks; mbarriers: full of each [stage, block of 64 columns], empty of each stage, and of the queries."""
 
     queries: cute.Tensor
     keys: cute.Tensor
@@ -47,6 +47,16 @@ def keys_layout(facts: cutlass.Constexpr):
 
 
 @cute.jit
+def values_layout(columns: cutlass.Constexpr, facts: cutlass.Constexpr):
+    """The first columns of all stages' keys as values, [column, key, stage]."""
+    span = facts.span
+    tokens, token_strides = (8, span // 8, KEYS // span), (SWIZZLE, 8 * SWIZZLE, span * facts.width)
+    return cute.make_layout(
+        ((SWIZZLE, columns // SWIZZLE), tokens, STAGES), stride=((1, span * SWIZZLE), token_strides, KEYS * facts.width)
+    )
+
+
+@cute.jit
 def rows_layout(blocks: cutlass.Constexpr):
     """Rows of a tile, with this many column blocks of 64."""
     return cute.make_layout(((8, TILE // 8), (SWIZZLE, blocks)), stride=((SWIZZLE, 8 * SWIZZLE), (1, TILE * SWIZZLE)))
@@ -55,24 +65,22 @@ def rows_layout(blocks: cutlass.Constexpr):
 @cute.jit
 def allocate(facts: cutlass.Constexpr):
     """The CTA's shared memory."""
-    dtype, span, allocator, swizzle = ELEMENTS[facts.dtype], facts.span, SmemAllocator(), cute.make_swizzle(3, 4, 3)
-    tokens, token_strides = (8, span // 8, KEYS // span), (SWIZZLE, 8 * SWIZZLE, span * facts.width)
-    values_layout = cute.make_layout(
-        ((SWIZZLE, facts.latent // SWIZZLE), tokens, STAGES), stride=((1, span * SWIZZLE), token_strides, KEYS * facts.width)
-    )
+    dtype, allocator, swizzle = ELEMENTS[facts.dtype], SmemAllocator(), cute.make_swizzle(3, 4, 3)
     queries = allocator.allocate_tensor(dtype, rows_layout(facts.width // SWIZZLE), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
     weights = allocator.allocate_tensor(dtype, rows_layout(1), 1024, swizzle)
-    maxima = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(2 * TILE), 16)
-    barriers = [allocator.allocate_array(cutlass.Int64, count) for count in (STAGES, STAGES, 1, 1)]
-    return Shared(queries, keys, cute.make_tensor(keys.iterator, values_layout), weights, maxima, *barriers)
+    maxima = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(4 * TILE), 16)
+    barriers = [allocator.allocate_array(cutlass.Int64, count) for count in (STAGES * facts.blocks, STAGES, 1, 1)]
+    values = cute.make_tensor(keys.iterator, values_layout(facts.latent, facts))
+    return Shared(queries, keys, values, weights, maxima, *barriers)
 
 
 @cute.jit
-def set_up_barriers(shared: Shared):
+def set_up_barriers(shared: Shared, facts: cutlass.Constexpr):
     """One thread; the others meet it before they use them."""
+    for place in cutlass.range_constexpr(STAGES * facts.blocks):
+        cute.arch.mbarrier_init(shared.full + place, 1)
     for stage in cutlass.range_constexpr(STAGES):
-        cute.arch.mbarrier_init(shared.full + stage, 1)
         cute.arch.mbarrier_init(shared.empty + stage, CONSUMERS // WARP)
     cute.arch.mbarrier_init(shared.queries_full, 1)
     cute.arch.mbarrier_init(shared.queries_empty, CONSUMERS // WARP)
@@ -119,7 +127,7 @@ def fetch_blocks(
     stage = done % STAGES
     if done >= STAGES:
         cute.arch.mbarrier_wait(empty, (done // STAGES - 1) % 2)
-    size = KEYS * blocks * facts.box_columns * ELEMENTS[facts.dtype].width // 8
+    size = KEYS * blocks * SWIZZLE * ELEMENTS[facts.dtype].width // 8
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, size)
     for box in cutlass.range_constexpr(KEYS // facts.box):
@@ -136,10 +144,11 @@ def fetch_blocks(
 
 @cute.jit
 def fetch_tile(atom, from_global, to_shared, shared: Shared, pages, token, done, facts: cutlass.Constexpr):
-    """A key tile, whole."""
-    full, empty = shared.full + done % STAGES, shared.empty + done % STAGES
-    blocks = facts.width // facts.box_columns
-    fetch_blocks(atom, from_global, to_shared, pages, token, done, full, empty, 0, blocks, facts)
+    """A key tile, block after block: scores begin with those that are there."""
+    stage = done % STAGES
+    for block in cutlass.range(facts.blocks, unroll=1):
+        full, empty = shared.full + (stage * facts.blocks + block), shared.empty + stage
+        fetch_blocks(atom, from_global, to_shared, pages, token, done, full, empty, block, 1, facts)
 
 
 @cute.jit
@@ -168,7 +177,7 @@ def fetch(
         cute.arch.fence_proxy("async.global")  # by TMA comes what the kernel before has stored
     done = cutlass.Int32(0)  # tiles since the start: gives stage and phase
     pairs_done = cutlass.Int32(0)
-    box_shape = (facts.box, facts.box_columns)
+    box_shape = (facts.box, SWIZZLE)
     shared_boxes = cute.flat_divide(cute.make_tensor(shared.keys.iterator, keys_layout(facts)), box_shape)
     global_boxes = cute.flat_divide(tma_tensor, box_shape)
     to_shared, from_global = cpasync.tma_partition(

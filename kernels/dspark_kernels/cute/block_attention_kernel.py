@@ -18,6 +18,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     first_slots,
     scan,
     share,
+    takers_of,
     total_tiles,
 )
 from dspark_kernels.cute.block_attention_seesaw import GROUP, consume_in_turn
@@ -52,7 +53,7 @@ def block_attention_kernel(
             cpasync.prefetch_descriptor(query_atom)
     shared = memory_of(facts).allocate(facts)
     if thread == 0:
-        memory_of(facts).set_up_barriers(shared)
+        memory_of(facts).set_up_barriers(shared, facts)
     if cutlass.const_expr(not facts.early):
         cute.arch.griddepcontrol_wait()
         # The merge's CTAs take the multiprocessors that are left, or those that become free, and wait there for all parts.
@@ -61,7 +62,9 @@ def block_attention_kernel(
     slots = first_slots(requests, facts)
     own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)
     total = total_tiles(requests, tiles_end, facts)
-    tile, last = share(total, cta, facts), share(total, cta + 1, facts)
+    takers = takers_of(total, facts)
+    taker, half = cta >> (takers - 1), cta & (takers - 1)
+    tile, last = share(total, taker, facts), share(total, taker + 1, facts)
     cute.arch.sync_threads()
 
     if warp >= CONSUMERS // WARP:
@@ -76,9 +79,9 @@ def block_attention_kernel(
         cute.arch.setmaxregister_increase(CONSUME_REGISTERS)
         if cutlass.const_expr(facts.early and not facts.fetch_queries):
             cute.arch.griddepcontrol_wait()
-        here = (queries, requests, work, shared, tile, last, own, tiles_end, scale)
+        here = (queries, requests, work, shared, taker, tile, last, own, tiles_end, scale)
         if cutlass.const_expr(not facts.seesaw):
-            consume(*here, facts)
+            consume(*here, takers, half, facts)
         elif warp < GROUP // WARP:  # a build for each: where they read and write is known, and takes no register
             consume_in_turn(*here, 0, facts)
         else:

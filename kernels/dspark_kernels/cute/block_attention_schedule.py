@@ -1,7 +1,8 @@
 """The work that both kernels of the block attention share: a call's arguments, and the list of its key tiles.
 
 The keys of all (request, tile of 64 query rows) pairs, in tiles of 64, form one list.  Each CTA takes an equal part of it, one
-after the other.  A request without keys has no tile, so it moves no boundary.
+after the other.  A request without keys has no tile, so it moves no boundary.  Of a list so short that half of the CTAs suffice,
+two take the same tile, each for half of the values, and write half of the same part.
 
 `facts` is a `block_attention_facts.Facts`.
 """
@@ -54,7 +55,7 @@ class Requests(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What the attention leaves for the merge.  CTA c's part of (request, row tile) is c + request * row tiles + row tile.
+    """What the attention leaves for the merge.  Of (request, row tile), taker c's part is c + request * row tiles + row tile.
 
     parts: float16 in vectors of 16 bytes, [part, vectors * 256], of a thread's registers, at `vector_place`; a vector belongs
     to two rows, eight apart.
@@ -122,6 +123,16 @@ def total_tiles(requests, tiles_end, facts: cutlass.Constexpr):
         _, more = scan(requests, first, total, facts)
         total = cute.arch.shuffle_sync(more, WARP - 1)
     return total
+
+
+@cute.jit
+def takers_of(total, facts: cutlass.Constexpr):
+    """CTAs that take the same tiles: one, or two."""
+    takers = cutlass.Int32(1)
+    if cutlass.const_expr(facts.halved):  # noqa: SIM102 (decided when it is built, the next on the device)
+        if 2 * total <= facts.ctas:
+            takers = cutlass.Int32(2)
+    return takers
 
 
 @cute.jit

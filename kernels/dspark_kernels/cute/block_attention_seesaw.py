@@ -287,11 +287,10 @@ def _take_pair(
 
 @cute.jit
 def consume_in_turn(
-    queries, requests, work, shared: Shared, tile, last, own, tiles_end, scale, group: cutlass.Constexpr, facts
+    queries, requests, work, shared: Shared, cta, tile, last, own, tiles_end, scale, group: cutlass.Constexpr, facts
 ):
     """One of the two warpgroups: parts of the pairs among the tiles tile..last of the list."""
     thread, _, _ = cute.arch.thread_idx()
-    cta, _, _ = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     place = Place(thread % GROUP, warp % 4 * 16 + lane // 4)
     done = cutlass.Int32(0)  # tiles since the start
@@ -318,5 +317,5 @@ def consume_in_turn(
             cute.arch.mbarrier_arrive(shared.queries_empty)
         pairs_done += 1
         part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
-        store_part(state.out, state.rows, shared.sums, work, part, thread, facts)
+        store_part(state.out, state.rows, shared.sums, work, part, thread, cutlass.Int32(1), cutlass.Int32(0), facts)
         tile += pair.count

@@ -27,7 +27,7 @@ REST = 2  # the last of them
 
 class Shared(NamedTuple):
     """queries [64, D], keys [64, D, stage], the same bytes as values [C, 64, stage], and as weights [64, 64, stage]; float32:
-    bases and sums of weights, [warpgroup, 64]; mbarriers: full and empty of each [stage, section], and of the queries."""
+    bases, and sums of weights with peaks of values behind them, [warpgroup, 64] each; mbarriers: full and empty of each [stage, section], and of the queries."""
 
     queries: cute.Tensor
     keys: cute.Tensor
@@ -58,7 +58,7 @@ def allocate(facts: cutlass.Constexpr):
     queries = allocator.allocate_tensor(dtype, rows_layout(facts.width // SWIZZLE), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
     weights = cute.make_tensor(keys.iterator + weights_begin(facts), weights_layout)
-    bases, sums = (allocator.allocate_tensor(cutlass.Float32, cute.make_layout(2 * TILE), 16) for _ in range(2))
+    bases, sums = (allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size * TILE), 16) for size in (2, 4))
     barriers = [allocator.allocate_array(cutlass.Int64, count) for count in (STAGES * SECTIONS, STAGES * SECTIONS, 1, 1)]
     return Shared(
         queries,
@@ -72,7 +72,7 @@ def allocate(facts: cutlass.Constexpr):
 
 
 @cute.jit
-def set_up_barriers(shared: Shared):
+def set_up_barriers(shared: Shared, facts: cutlass.Constexpr):
     """One thread; the others meet it before they use them.  A warpgroup gives back its value columns, both the rest."""
     for i in cutlass.range_constexpr(STAGES * SECTIONS):
         cute.arch.mbarrier_init(shared.full + i, 1)
