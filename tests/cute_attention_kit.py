@@ -38,6 +38,7 @@ def cases() -> list[Case]:
         Case("ragged, dummies", (0, 100, 2055, 0, 7)),
         Case("many requests", tuple(range(0, 3000, 41))),
         Case("beyond one tile a CTA", (40000, 3, 131)),
+        Case("ends of requests inside of CTAs", (9000, 64, 0, 2055, 700, 3001)),
         Case("large values", (2055, 70), scale=1e6),
         Case("window", (2055, 300, 20), window=100),
         Case("64 heads", (2055, 0, 70), heads=64),

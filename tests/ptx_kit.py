@@ -3,7 +3,7 @@
 The lanes of a warp go in lock step, those at the lowest place first, so that lanes that branched apart meet where the code
 does.  Warps take random turns of random length.  Memory is what the test gave, nothing else; registers and shared memory start
 with garbage.  The kernel before ends when nothing can go on without it.  It knows the instructions that
-`tests/test_cute_markov_chain.py` needs.
+`tests/test_cute_markov_chain.py` and `tests/test_attention_list.py` need.
 """
 
 import random
@@ -152,14 +152,16 @@ class Machine:
             warp.waits_for_kernel = not self._alone
         elif name in ("ld", "st", "prefetch"):
             self._access(warp, names, operands, taken)
-        elif name in ("redux", "vote", "mma"):
+        elif name in ("redux", "vote", "shfl", "mma"):
             assert taken.all(), f"lanes are missing at {name}"
             getattr(self, f"_{name}")(warp, names, operands)
         else:
             self._compute(warp, names, operands, taken)
 
     def _read(self, warp: Warp, operand: str, kind: str) -> np.ndarray:
-        if operand.startswith("%tid"):
+        if operand.startswith("%laneid"):
+            bits = np.arange(WARP, dtype=np.uint64)
+        elif operand.startswith("%tid"):
             bits = np.arange(WARP, dtype=np.uint64) + np.uint64(WARP * warp.index)
         elif operand.startswith("%ctaid"):
             bits = np.full(WARP, warp.cta.index, np.uint64)
@@ -196,6 +198,13 @@ class Machine:
                 result = values[0].astype(TYPES[names[-2]])
             elif name == "neg":
                 result = np.negative(values[0])
+            elif name == "popc":
+                result = np.array([int(value).bit_count() for value in values[0]], np.uint32)
+            elif name in ("div", "rem"):  # towards zero
+                quotient = np.trunc(values[0].astype(np.float64) / values[1]).astype(values[0].dtype)
+                result = quotient if name == "div" else values[0] - quotient * values[1]
+            elif name == "mul" and names[1] == "hi":
+                result = (values[0].astype(TYPES[WIDER[kind]]) * values[1] >> 32).astype(values[0].dtype)
             elif name == "not":
                 result = values[0] ^ np.uint64(1) if kind == "pred" else ~values[0]
             elif name in ("shl", "shr"):
@@ -257,8 +266,16 @@ class Machine:
         self._write(warp, operands[0], np.full(WARP, {"max": values.max, "min": values.min}[names[2]]()), slice(None))
 
     def _vote(self, warp: Warp, names: list[str], operands: list[str]) -> None:
-        everyone = self._read(warp, operands[1], "pred").all()
-        self._write(warp, operands[0], np.full(WARP, everyone, np.uint64), slice(None))
+        votes = self._read(warp, operands[1], "pred")
+        result = sum(int(vote) << lane for lane, vote in enumerate(votes)) if names[2] == "ballot" else votes.all()
+        self._write(warp, operands[0], np.full(WARP, result, np.uint64), slice(None))
+
+    def _shfl(self, warp: Warp, names: list[str], operands: list[str]) -> None:
+        """`up` and `idx` within a whole warp."""
+        values, lanes = self._read(warp, operands[1], names[-1]), np.arange(WARP)
+        distance = self._read(warp, operands[2], "u32").astype(np.int64)
+        source = distance % WARP if names[2] == "idx" else np.where(lanes >= distance, lanes - distance, lanes)
+        self._write(warp, operands[0], values[source], slice(None))
 
     def _mma(self, warp: Warp, names: list[str], operands: list[str]) -> None:
         """m16n8k16, sums in float64; lane l has rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next one."""

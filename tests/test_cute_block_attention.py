@@ -22,7 +22,7 @@ results = []
 for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132),
     Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, slotted=True, fetch_queries=False),
-    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4, one_request=True),
     Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False),
     Facts(torch.bfloat16, 512, 576, 7, 64, 16, False, 132),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, slotted=True, value_width=128, whole_heads=True),
@@ -91,7 +91,14 @@ def test_the_schedule_is_by_the_rows_of_the_block(rows, heads, width, two_tiles,
     for page_size, box, span in ((16, 16, 64), (32, 32, 64 if wanted else 32), (128, 64, 64)):
         facts = Facts(torch.bfloat16, 512, width, rows, heads, page_size, False, 132, two_tiles=two_tiles)
         assert (facts.seesaw, facts.box, facts.span) == (wanted, box, span)
-        assert facts.blocks == width // 64
+        assert facts.halved == (not wanted)
+
+
+def test_halves_are_whole_blocks_of_each_warpgroups_values():
+    from dspark_kernels.cute.block_attention_facts import Facts
+
+    for latent, halved in ((512, True), (384, False), (256, True), (128, False)):
+        assert Facts(torch.bfloat16, latent, latent + 64, 7, 8, 32, False, 132).halved == halved, latent
 
 
 def test_many_requests_have_a_cta_for_a_heads_rows():
@@ -216,6 +223,40 @@ def with_block_rows(case, inputs, count: int):
     """The same requests with another number of query rows; the first ones come again behind the seventh."""
     queries = inputs.queries[:, torch.arange(count) % kit.BLOCK].contiguous()
     return replace(inputs, queries=kit.lay_out(case, queries))
+
+
+HALVED = [kit.Case(f"seq {length}", (length,)) for length in (1, 65, 2055, 4000)] + [
+    RAGGED,
+    kit.Case("page 128, causal, page major", (2055, 9, 64), page_size=128, causal=True, page_major=True),
+    kit.Case("page 16, float16, causal, window", (515, 8), page_size=16, dtype="float16", causal=True, window=33),
+    kit.Case("large values", (2055, 70), scale=1e6),
+    kit.Case("slots", (0, 100, 1500, 0, 7), slotted=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HALVED, ids=named)
+def test_two_takers_of_a_tile_have_the_bits_of_one(case):
+    inputs = kit.make_inputs(case, "cuda")
+    one = kit.launch(case, inputs, halves=False)
+    assert not one.isnan().any()
+    with watched_memory():
+        assert torch.equal(kit.launch(case, inputs), one)
+
+
+@pytest.mark.gpu
+def test_how_many_take_a_tile_follows_the_lengths():
+    """Of 132 CTAs two take each of 66 tiles, and one each of 67."""
+    from dspark_model.bench.timing import capture
+
+    case = kit.Case("", (9000,))
+    inputs, kept = kit.make_inputs(case, "cuda"), []
+    graph = capture(lambda: kept.append(kit.launch(case, inputs)))
+    for length in (9000, 4224, 4225, 33, 0, 4287, 64):
+        inputs.seq_lens[0], inputs.context_lens[0] = length, max(0, length - kit.BLOCK)
+        kept[-1].fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(kept[-1], kit.launch(case, inputs, halves=False)), length
 
 
 @pytest.mark.gpu

@@ -227,7 +227,7 @@ def _call(
     ctas = torch.cuda.get_device_properties(device).multi_processor_count
     facts = Facts(
         queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
-        fetch_queries=rows == 1 or row_stride == heads * head_stride, **form,
+        fetch_queries=rows == 1 or row_stride == heads * head_stride, one_request=batch == 1, **form,
     )  # fmt: skip
     facts = replace(facts, whole_heads=facts.merged and suits_whole_heads(batch, facts))
     out = queries  # of a launch that does not merge there is none

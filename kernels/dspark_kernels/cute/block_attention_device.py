@@ -108,7 +108,7 @@ def _multiply_scores(first_mma, mma, scores, queries, keys, full, done, facts: c
 
 
 class Gathering(NamedTuple):
-    """wgmma of a tile's weights and so many columns of its values, a half of them for each warpgroup; its operands."""
+    """wgmma of a tile's weights and so many columns of its values, a half of them for each warpgroup; operands and sums."""
 
     mma: cute.TiledMma
     weights: cute.Tensor
@@ -298,10 +298,10 @@ def tiled_product(columns: int, source, major, groups: int, accumulate: bool, fa
 
 @cute.jit
 def consume(
-    queries, requests, work, shared: Shared, taker, tile, last, own, tiles_end, scale, takers, half, facts: cutlass.Constexpr
+    queries, requests, work, shared: Shared, taker, place, last, listed, scale, takers, half, facts: cutlass.Constexpr
 ):  # fmt: skip
-    """The two warpgroups: parts of the pairs among the tiles tile..last of the list.  takers: CTAs that take these tiles; of two,
-    this one has the values of one half."""
+    """The two warpgroups: parts of the pairs among the places place..last of the list.  takers: CTAs that take these tiles; of
+    two, this one has the values of one half."""
     dtype = ELEMENTS[facts.dtype]
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -323,8 +323,8 @@ def consume(
     rows = Rows(*(cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(3)))
     raw_queries = cute.recast_ptr(shared.queries.iterator, dtype=dtype)
 
-    while tile < last:
-        pair = next_pair(requests, tile, last, own, tiles_end, facts)
+    while place < last:
+        pair = next_pair(requests, place, last, listed, facts)
         seen = seen_of(requests, pair, row, facts)
         if cutlass.const_expr(facts.fetch_queries):
             cute.arch.mbarrier_wait(shared.queries_full, pairs_done % 2)
@@ -361,4 +361,4 @@ def consume(
         pairs_done += 1
         part = cutlass.Int64(taker + pair.request * facts.row_tiles + pair.row_tile)
         store_part(out, rows, shared.maxima, work, part, thread, takers, half, facts)
-        tile += pair.count
+        place += pair.places

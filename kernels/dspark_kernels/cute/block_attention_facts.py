@@ -29,6 +29,7 @@ class Facts:
     at most so many before them, late_rows.
     halves: where there are at least two CTAs for each tile, two of them take it, each for half of the values, as far as
     `halved` allows; the bits are the same.
+    one_request: the batch has no other; the bits are the same.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class Facts:
     early: bool = False
     late_rows: int = 0
     halves: bool = True
+    one_request: bool = False
 
     def __post_init__(self) -> None:
         if self.two_tiles and self.width == self.latent:
@@ -72,6 +74,11 @@ class Facts:
     @property
     def row_tiles(self) -> int:
         return -(-self.queries // TILE)
+
+    @property
+    def one_pair(self) -> bool:
+        """No two (request, tile of query rows) pairs share the CTAs."""
+        return self.one_request and self.row_tiles == 1
 
     @property
     def seesaw(self) -> bool:

@@ -21,8 +21,9 @@ EVICT_FIRST = 0x12F0000000000000
 
 
 class Shared(NamedTuple):
-    """queries [64, D], keys [64, D, stage] and the same bytes as values [C, 64, stage], weights [64, 64], maxima float32
-    [warpgroup, 64] and as many peaks; mbarriers: full of each [stage, block of 64 columns], empty of each stage, and of the queries."""
+    """queries [64, D], keys [64, D, stage] and the same bytes as values [C, 64, stage], weights [64, 64]; maxima float32
+    [warpgroup, 64], in the end sums of weights, and peaks of values behind them; mbarriers: full of each [stage, block of 64
+    columns], empty of each stage, and of the queries."""
 
     queries: cute.Tensor
     keys: cute.Tensor
@@ -160,15 +161,15 @@ def fetch(
     requests,
     shared: Shared,
     slots,
-    tile,
+    place,
     last,
-    own,
-    tiles_end,
+    listed,
     fetch_one: cutlass.Constexpr,
     facts: cutlass.Constexpr,
 ):
-    """The fetching warp: key tiles tile..last of the list, and the queries of each pair among them.  slots: of `first_slots`;
-    fetch_one: a tile's way into its stage.
+    """The fetching warp: key tiles among the places place..last of the list, and the queries of each pair among them.
+
+    slots: of `first_slots`; fetch_one: a tile's way into its stage.
 
     Early, it fetches the first tile, if that is of early context alone, beside the kernel before.  A CTA without a tile waits
     for that kernel too: who finds this launch ended may count on that one having ended.
@@ -188,8 +189,8 @@ def fetch(
     queries_to, queries_from = cpasync.tma_partition(
         query_atom, 0, cute.make_layout(1), cute.group_modes(rows, 0, 2), cute.group_modes(global_rows, 0, 2)
     )
-    while tile < last:
-        pair = next_pair(requests, tile, last, own, tiles_end, facts)
+    while place < last:
+        pair = next_pair(requests, place, last, listed, facts)
         table = _table_of(requests, slots, pair.request, facts)
         for key_tile in cutlass.range(pair.begin, pair.begin + pair.count, unroll=1):
             token = (pair.first // KEYS + key_tile) * KEYS
@@ -213,7 +214,7 @@ def fetch(
                 _fetch_queries(query_atom, from_here, queries_to, shared.queries_full, facts)
             done += 1
         pairs_done += 1
-        tile += pair.count
+        place += pair.places
     if cutlass.const_expr(facts.early):
         # Other warps come here at once: the next launch waits for room as soon as all CTAs of this one have begun.
         cute.arch.griddepcontrol_launch_dependents()

@@ -16,10 +16,9 @@ from dspark_kernels.cute.block_attention_schedule import (
     Requests,
     Workspace,
     first_slots,
-    scan,
-    share,
+    list_of,
+    share_of,
     takers_of,
-    total_tiles,
 )
 from dspark_kernels.cute.block_attention_seesaw import GROUP, consume_in_turn
 
@@ -60,26 +59,25 @@ def block_attention_kernel(
         # Behind the wait: they read lengths at once.
         cute.arch.griddepcontrol_launch_dependents()
     slots = first_slots(requests, facts)
-    own, tiles_end = scan(requests, 0, cutlass.Int32(0), facts)
-    total = total_tiles(requests, tiles_end, facts)
-    takers = takers_of(total, facts)
+    listed = list_of(requests, facts)
+    takers = takers_of(listed.places, facts)
     taker, half = cta >> (takers - 1), cta & (takers - 1)
-    tile, last = share(total, taker, facts), share(total, taker + 1, facts)
+    place, last = share_of(requests, listed, taker, facts)
     cute.arch.sync_threads()
 
     if warp >= CONSUMERS // WARP:
         cute.arch.setmaxregister_decrease(FETCH_REGISTERS)
         if warp > CONSUMERS // WARP:
-            tile = last
+            place = last
         fetched = (tma_atom, tma_tensor, query_atom, query_tensor)
         block_attention_fetch.fetch(
-            *fetched, requests, shared, slots, tile, last, own, tiles_end, memory_of(facts).fetch_tile, facts
+            *fetched, requests, shared, slots, place, last, listed, memory_of(facts).fetch_tile, facts
         )  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUME_REGISTERS)
         if cutlass.const_expr(facts.early and not facts.fetch_queries):
             cute.arch.griddepcontrol_wait()
-        here = (queries, requests, work, shared, taker, tile, last, own, tiles_end, scale)
+        here = (queries, requests, work, shared, taker, place, last, listed, scale)
         if cutlass.const_expr(not facts.seesaw):
             consume(*here, takers, half, facts)
         elif warp < GROUP // WARP:  # a build for each: where they read and write is known, and takes no register

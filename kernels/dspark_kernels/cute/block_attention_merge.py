@@ -188,8 +188,7 @@ def merge_kernel(
     sizes = (facts.ctas * MERGE_ROWS, warps * MERGE_ROWS, warps * MERGE_ROWS, warps * WARP * CHUNK)
     shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
 
-    start, tiles, total = entry_of(requests, request, facts)
-    part, count = parts_of(request, row_tile, start, tiles, total, facts)
+    part, count = parts_of(request, row_tile, entry_of(requests, request, facts), facts)
     cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
 
     if row_tile * TILE + first_row < facts.queries:

@@ -1,8 +1,11 @@
 """The work that both kernels of the block attention share: a call's arguments, and the list of its key tiles.
 
 The keys of all (request, tile of 64 query rows) pairs, in tiles of 64, form one list.  Each CTA takes an equal part of it, one
-after the other.  A request without keys has no tile, so it moves no boundary.  Of a list so short that half of the CTAs suffice,
-two take the same tile, each for half of the values, and write half of the same part.
+after the other.  A request without keys has no tile, so it moves no boundary.
+
+A CTA with the end of one pair and the begin of the next stores two parts, which takes as long as some tiles.  So a pair has
+places without a tile in front of its tiles, as far as no CTA gets more tiles by that.  Of a list so short that half of the CTAs
+suffice, two take the same tile, each for half of the values, and write half of the same part.
 
 `facts` is a `block_attention_facts.Facts`.
 """
@@ -21,6 +24,7 @@ CONSUMERS = 256  # threads that multiply: two warpgroups
 CHUNK = 8  # 16-bit values in 16 bytes
 PART = cutlass.Float16  # of the parts between the kernels
 SLICE = 64  # latents that a CTA merges, where the merge multiplies
+PAIR_COST = 2  # tiles that take about as long as a CTA's second part: storing one, and other queries
 
 
 class Queries(NamedTuple):
@@ -69,7 +73,7 @@ class Workspace(NamedTuple):
 
 class Pair(NamedTuple):
     """The part of a (request, tile of query rows) pair that a CTA takes: first key and end of the request's keys; first key
-    tile, counted from the request's first, and how many."""
+    tile, counted from the request's first, and how many; how many places of the list they are."""
 
     request: cutlass.Int32
     row_tile: cutlass.Int32
@@ -77,6 +81,26 @@ class Pair(NamedTuple):
     end: cutlass.Int32
     begin: cutlass.Int32
     count: cutlass.Int32
+    places: cutlass.Int32
+
+
+class List(NamedTuple):
+    """Of a lane, for the request of its number: key tiles, and where its places in the list end.  Of all: places without a tile
+    in front of a pair's tiles, and the list's length."""
+
+    own: cutlass.Int32
+    end: cutlass.Int32
+    pair_cost: cutlass.Int32
+    places: cutlass.Int32
+
+
+class Entry(NamedTuple):
+    """Of a request: its start in the list, and key tiles; pair_cost and places as in `List`."""
+
+    start: cutlass.Int32
+    tiles: cutlass.Int32
+    pair_cost: cutlass.Int32
+    places: cutlass.Int32
 
 
 @cute.jit
@@ -88,20 +112,58 @@ def _range(requests, request):
 
 
 @cute.jit
-def scan(requests, first_request, base, facts: cutlass.Constexpr):
-    """Key tiles of request first_request + lane, none past the batch, and where they end in a list that goes on at base."""
+def _tiles_of(requests, request):
+    """Key tiles of a request."""
+    first, end = _range(requests, request)
+    return (end + KEYS - 1) // KEYS - first // KEYS if first < end else cutlass.Int32(0)
+
+
+@cute.jit
+def _places_of(tiles, pair_cost, facts: cutlass.Constexpr):
+    """Places of a request with so many key tiles."""
+    return (tiles + pair_cost) * facts.row_tiles if tiles > 0 else cutlass.Int32(0)
+
+
+@cute.jit
+def _scan(requests, first_request, base, pair_cost, facts: cutlass.Constexpr):
+    """Of request first_request + lane, none past the batch: key tiles, and where its places end in a list that goes on at
+    base."""
     lane = cute.arch.lane_idx()
     own = cutlass.Int32(0)
     if first_request + lane < requests.batch:
-        first, end = _range(requests, first_request + lane)
-        if first < end:
-            own = (end + KEYS - 1) // KEYS - first // KEYS
-    tiles_end = own * facts.row_tiles
+        own = _tiles_of(requests, first_request + lane)
+    end = _places_of(own, pair_cost, facts)
     for step in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(tiles_end, 1 << step, mask_and_clamp=0)
+        other = cute.arch.shuffle_sync_up(end, 1 << step, mask_and_clamp=0)
         if lane >= 1 << step:
-            tiles_end += other
-    return own, tiles_end + base
+            end += other
+    return own, end + base
+
+
+@cute.jit
+def list_of(requests, facts: cutlass.Constexpr):
+    """The list of a call."""
+    zero = cutlass.Int32(0)
+    if cutlass.const_expr(facts.one_pair):
+        tiles = _tiles_of(requests, zero)
+        return List(tiles, tiles, zero, tiles)
+    own, end = _scan(requests, 0, zero, zero, facts)
+    tiles, with_keys = cute.arch.shuffle_sync(end, WARP - 1), cute.arch.vote_ballot_sync(own > 0)
+    pairs = cute.arch.popc(with_keys)
+    for first in cutlass.range(WARP, requests.batch, WARP, unroll=1):
+        more, later = _scan(requests, first, tiles, zero, facts)
+        tiles = cute.arch.shuffle_sync(later, WARP - 1)
+        pairs += cute.arch.popc(cute.arch.vote_ballot_sync(more > 0))
+    pairs *= facts.row_tiles
+    each, pair_cost = (tiles + facts.ctas - 1) // facts.ctas, zero
+    if pairs > 1 and each > 1:
+        spare = each * facts.ctas - tiles
+        for cost in cutlass.range_constexpr(1, PAIR_COST + 1):  # a division would take longer
+            if cost * pairs <= spare:
+                pair_cost = cutlass.Int32(cost)
+        so_far = with_keys & (-1 - (-2 << cute.arch.lane_idx()))  # of lanes up to this one
+        end += cute.arch.popc(so_far) * facts.row_tiles * pair_cost
+    return List(own, end, pair_cost, tiles + pairs * pair_cost)
 
 
 @cute.jit
@@ -116,93 +178,103 @@ def first_slots(requests, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def total_tiles(requests, tiles_end, facts: cutlass.Constexpr):
-    """Length of the list, from the first scan."""
-    total = cute.arch.shuffle_sync(tiles_end, WARP - 1)
-    for first in cutlass.range(WARP, requests.batch, WARP, unroll=1):
-        _, more = scan(requests, first, total, facts)
-        total = cute.arch.shuffle_sync(more, WARP - 1)
-    return total
-
-
-@cute.jit
-def takers_of(total, facts: cutlass.Constexpr):
-    """CTAs that take the same tiles: one, or two."""
+def takers_of(places, facts: cutlass.Constexpr):
+    """CTAs that take the same tiles: one, or two; places: the list's length."""
     takers = cutlass.Int32(1)
     if cutlass.const_expr(facts.halved):  # noqa: SIM102 (decided when it is built, the next on the device)
-        if 2 * total <= facts.ctas:
+        if 2 * places <= facts.ctas:
             takers = cutlass.Int32(2)
     return takers
 
 
 @cute.jit
-def _locate(requests, tile, own, tiles_end, facts: cutlass.Constexpr):
-    """The request that a tile of the list belongs to, its tiles' start in the list, and its key tiles.
-
-    own, tiles_end: of the first scan, so that 32 requests take no load.
-    """
+def _locate(requests, place, listed: List, facts: cutlass.Constexpr):
+    """The request that a place of the list belongs to, its start in the list, and its key tiles."""
     request, start, tiles = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-    base = cutlass.Int32(0)
+    own, ends = listed.own, listed.end
     for first in cutlass.range(0, requests.batch, WARP, unroll=1):
         if first > 0:
-            own, tiles_end = scan(requests, first, base, facts)
-        here = tiles_end - own * facts.row_tiles
-        found = cute.arch.vote_ballot_sync(here <= tile and tile < tiles_end)
+            own, ends = _scan(requests, first, cute.arch.shuffle_sync(ends, WARP - 1), listed.pair_cost, facts)
+        starts = ends - _places_of(own, listed.pair_cost, facts)
+        found = cute.arch.vote_ballot_sync(starts <= place and place < ends)
         if found != 0:
             at = cute.arch.popc(found - 1)
             request = first + at
-            start = cute.arch.shuffle_sync(here, at)
+            start = cute.arch.shuffle_sync(starts, at)
             tiles = cute.arch.shuffle_sync(own, at)
-        base = cute.arch.shuffle_sync(tiles_end, WARP - 1)
     return request, start, tiles
 
 
 @cute.jit
-def next_pair(requests, tile, last, own, tiles_end, facts: cutlass.Constexpr):
-    """What a CTA whose part of the list goes on from `tile` to `last` takes next.  own, tiles_end: of the first scan."""
-    request, start, tiles = _locate(requests, tile, own, tiles_end, facts)
+def share_of(requests, listed: List, taker, facts: cutlass.Constexpr):
+    """First place and end of a CTA's part of the list.  It does not end among the places that a pair has in front of its tiles:
+    then it ends before them."""
+    begin, end = share(listed.places, taker, facts), share(listed.places, taker + 1, facts)
+    if cutlass.const_expr(facts.one_pair):
+        return begin, end
+    if listed.pair_cost > 0 and end < listed.places:
+        _, start, tiles = _locate(requests, end, listed, facts)
+        inside = (end - start) % (tiles + listed.pair_cost)
+        if inside <= listed.pair_cost:
+            end = cutlass.max(begin, end - inside)
+    return begin, end
+
+
+@cute.jit
+def next_pair(requests, place, last, listed: List, facts: cutlass.Constexpr):
+    """What a CTA whose part of the list goes on from `place` to `last` takes next."""
+    if cutlass.const_expr(facts.one_pair):
+        zero = cutlass.Int32(0)
+        first, end = _range(requests, zero)
+        return Pair(zero, zero, first, end, place, last - place, last - place)
+    request, start, tiles = _locate(requests, place, listed, facts)
     first, end = _range(requests, request)
-    row_tile, begin = (tile - start) // tiles, (tile - start) % tiles
-    count = cutlass.min(tiles - begin, last - tile)
-    return Pair(request, row_tile, first, end, begin, count)
+    length = tiles + listed.pair_cost
+    row_tile, inside = (place - start) // length, (place - start) % length
+    places = cutlass.min(length - inside, last - place)
+    begin = cutlass.max(inside - listed.pair_cost, cutlass.Int32(0))
+    return Pair(request, row_tile, first, end, begin, inside + places - listed.pair_cost - begin, places)
 
 
 @cute.jit
 def entry_of(requests, request, facts: cutlass.Constexpr):
-    """Start of a request's tiles in the list, its key tiles, and the list's length."""
-    start, tiles, total = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+    """A request's entry in the list."""
+    listed, start, tiles = list_of(requests, facts), cutlass.Int32(0), cutlass.Int32(0)
+    if cutlass.const_expr(facts.one_pair):
+        return Entry(start, listed.own, listed.pair_cost, listed.places)
+    own, ends = listed.own, listed.end
     for first in cutlass.range(0, requests.batch, WARP, unroll=1):
-        own, tiles_end = scan(requests, first, total, facts)
+        if first > 0:
+            own, ends = _scan(requests, first, cute.arch.shuffle_sync(ends, WARP - 1), listed.pair_cost, facts)
         if first <= request and request < first + WARP:
-            start = cute.arch.shuffle_sync(tiles_end - own * facts.row_tiles, request - first)
             tiles = cute.arch.shuffle_sync(own, request - first)
-        total = cute.arch.shuffle_sync(tiles_end, WARP - 1)
-    return start, tiles, total
+            start = cute.arch.shuffle_sync(ends, request - first) - _places_of(tiles, listed.pair_cost, facts)
+    return Entry(start, tiles, listed.pair_cost, listed.places)
 
 
 @cute.jit
-def share(total, cta, facts: cutlass.Constexpr):
-    """First tile of a CTA's part of the list."""
-    return cta * (total // facts.ctas) + cutlass.min(cta, total % facts.ctas)
+def share(places, cta, facts: cutlass.Constexpr):
+    """First place of a CTA's part of the list."""
+    return cta * (places // facts.ctas) + cutlass.min(cta, places % facts.ctas)
 
 
 @cute.jit
-def owner_of(total, tile, facts: cutlass.Constexpr):
-    """The CTA whose part holds this tile: the inverse of `share`."""
-    each, more = total // facts.ctas, total % facts.ctas
+def owner_of(places, place, facts: cutlass.Constexpr):
+    """The CTA whose part holds this place: the inverse of `share`."""
+    each, more = places // facts.ctas, places % facts.ctas
     long = more * (each + 1)
-    owner = tile // (each + 1)
-    if tile >= long:
-        owner = more + (tile - long) // cutlass.max(each, cutlass.Int32(1))
+    owner = place // (each + 1)
+    if place >= long:
+        owner = more + (place - long) // cutlass.max(each, cutlass.Int32(1))
     return owner
 
 
 @cute.jit
-def parts_of(request, row_tile, start, tiles, total, facts: cutlass.Constexpr):
-    """First part of a (request, tile of query rows) pair, and how many; start, tiles, total: of `entry_of`."""
-    start += row_tile * tiles
-    first = owner_of(total, start, facts)
-    count = owner_of(total, start + tiles - 1, facts) - first + 1 if tiles > 0 else cutlass.Int32(0)
+def parts_of(request, row_tile, entry: Entry, facts: cutlass.Constexpr):
+    """First part of a (request, tile of query rows) pair, and how many."""
+    end = entry.start + (row_tile + 1) * (entry.tiles + entry.pair_cost)
+    first = owner_of(entry.places, end - entry.tiles, facts)
+    count = owner_of(entry.places, end - 1, facts) - first + 1 if entry.tiles > 0 else cutlass.Int32(0)
     return cutlass.Int64(first + request * facts.row_tiles + row_tile), count
 
 

@@ -286,22 +286,20 @@ def _take_pair(
 
 
 @cute.jit
-def consume_in_turn(
-    queries, requests, work, shared: Shared, cta, tile, last, own, tiles_end, scale, group: cutlass.Constexpr, facts
-):
-    """One of the two warpgroups: parts of the pairs among the tiles tile..last of the list."""
+def consume_in_turn(queries, requests, work, shared: Shared, cta, place, last, listed, scale, group: cutlass.Constexpr, facts):
+    """One of the two warpgroups: parts of the pairs among the places place..last of the list."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-    place = Place(thread % GROUP, warp % 4 * 16 + lane // 4)
+    at = Place(thread % GROUP, warp % 4 * 16 + lane // 4)
     done = cutlass.Int32(0)  # tiles since the start
     pairs_done = cutlass.Int32(0)
     products = _products(facts)
     operands, state = _operands(products, shared, group, facts), _state(products, facts)
     raw_queries = cute.recast_ptr(shared.queries.iterator, dtype=ELEMENTS[facts.dtype])
 
-    while tile < last:
-        pair = next_pair(requests, tile, last, own, tiles_end, facts)
-        seen = seen_of(requests, pair, place.row, facts)
+    while place < last:
+        pair = next_pair(requests, place, last, listed, facts)
+        seen = seen_of(requests, pair, at.row, facts)
         if cutlass.const_expr(facts.fetch_queries):
             cute.arch.mbarrier_wait(shared.queries_full, pairs_done % 2)
         else:
@@ -311,11 +309,11 @@ def consume_in_turn(
         state.rows.highest.fill(-cutlass.Float32.inf)
         state.rows.sums.fill(0.0)
         meet(QUERIES)
-        _take_pair(products, state, operands, shared, pair, seen, done, place, scale, group, facts)
+        _take_pair(products, state, operands, shared, pair, seen, done, at, scale, group, facts)
         done += pair.count
         if lane == 0:
             cute.arch.mbarrier_arrive(shared.queries_empty)
         pairs_done += 1
         part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
         store_part(state.out, state.rows, shared.sums, work, part, thread, cutlass.Int32(1), cutlass.Int32(0), facts)
-        tile += pair.count
+        place += pair.places

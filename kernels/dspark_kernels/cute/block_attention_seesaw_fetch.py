@@ -27,7 +27,8 @@ REST = 2  # the last of them
 
 class Shared(NamedTuple):
     """queries [64, D], keys [64, D, stage], the same bytes as values [C, 64, stage], and as weights [64, 64, stage]; float32:
-    bases, and sums of weights with peaks of values behind them, [warpgroup, 64] each; mbarriers: full and empty of each [stage, section], and of the queries."""
+    bases, sums of weights and peaks of values behind them, each [warpgroup, 64]; mbarriers: full and empty of each [stage,
+    section], and of the queries."""
 
     queries: cute.Tensor
     keys: cute.Tensor

@@ -77,7 +77,7 @@ def source_of(group: Group, entry, part_of, slot, facts: cutlass.Constexpr):
     not have."""
     lane = cute.arch.lane_idx()
     query = _query_of(group, slot * facts.slot_rows, facts)
-    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
+    part, count = parts_of(group.request, _row_tile_of(query, facts), entry, facts)
     row = query % TILE
     warpgroup_ctas = facts.slices // 2
     vector = part_of % warpgroup_ctas * 4 + lane % 16 // 4
@@ -95,7 +95,7 @@ def parts_of_row(group: Group, entry, row, facts: cutlass.Constexpr):
     """Of a group's row: its query row, the first part, how many there are, and how many of them are its own: none of a row that
     the group does not have."""
     query = _query_of(group, row, facts)
-    part, count = parts_of(group.request, _row_tile_of(query, facts), *entry, facts)
+    part, count = parts_of(group.request, _row_tile_of(query, facts), entry, facts)
     return query, part, count, count if row < facts.slots * facts.slot_rows else cutlass.Int32(0)
 
 
