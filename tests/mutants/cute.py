@@ -42,14 +42,14 @@ MUTANTS = (
         "cute_takes_places_of_no_tile_for_tiles", "kernels/dspark_kernels/cute/block_attention_schedule.py",
         "begin = cutlass.max(inside - listed.pair_cost, cutlass.Int32(0))",
         "begin = inside",
-        "test_attention_list.py::test_each_tile_is_taken_once[64 heads-7-ends in CTAs]",
+        "test_attention_list.py::test_each_tile_is_taken_once[16 heads-2-room for one]",
         needs="cutlass",
     ),
     Mutant(
         "cute_merge_forgets_places_of_no_tile", "kernels/dspark_kernels/cute/block_attention_schedule.py",
         "first = owner_of(entry.places, end - entry.tiles, facts)",
         "first = owner_of(entry.places, end - entry.tiles - entry.pair_cost, facts)",
-        "test_attention_list.py::test_each_tile_is_taken_once[64 heads-7-ends in CTAs]",
+        "test_attention_list.py::test_each_tile_is_taken_once[16 heads-2-room for one]",
         needs="cutlass",
     ),
     Mutant(
