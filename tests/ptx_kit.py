@@ -266,12 +266,14 @@ class Machine:
         self._write(warp, operands[0], np.full(WARP, {"max": values.max, "min": values.min}[names[2]]()), slice(None))
 
     def _vote(self, warp: Warp, names: list[str], operands: list[str]) -> None:
+        assert names[2] in ("all", "ballot"), names
         votes = self._read(warp, operands[1], "pred")
         result = sum(int(vote) << lane for lane, vote in enumerate(votes)) if names[2] == "ballot" else votes.all()
         self._write(warp, operands[0], np.full(WARP, result, np.uint64), slice(None))
 
     def _shfl(self, warp: Warp, names: list[str], operands: list[str]) -> None:
-        """`up` and `idx` within a whole warp."""
+        """Within a whole warp."""
+        assert names[2] in ("up", "idx"), names
         values, lanes = self._read(warp, operands[1], names[-1]), np.arange(WARP)
         distance = self._read(warp, operands[2], "u32").astype(np.int64)
         source = distance % WARP if names[2] == "idx" else np.where(lanes >= distance, lanes - distance, lanes)

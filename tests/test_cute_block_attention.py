@@ -26,6 +26,7 @@ for facts in (
     Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False),
     Facts(torch.bfloat16, 512, 576, 7, 64, 16, False, 132),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, slotted=True, value_width=128, whole_heads=True),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, fetch_queries=False),
 ):
     compiled = compile_block_attention(facts, "sm_90a")
     machine_code, ptx = compiled.__cubin__, compiled.__ptx__
@@ -59,7 +60,7 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     # The product: four steps for each eight columns that a warp has, of 64 latents or of all, which nobody else adds up.
     wanted = (
         (one[0], 4, 0, 0, 0), (one[1], 4, 0, 0, 0), (one[0], 4, 1, 1, 2), (two[1], 8, 3, 3, 0), (two[0], 14, 0, 0, 0),
-        (one[0], 4, 8, 0, 16),
+        (one[0], 4, 8, 0, 16), (one[0], 2, 0, 0, 0),
     )  # fmt: skip
     for result, (products, boxes, tiles, sends, fetches) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")

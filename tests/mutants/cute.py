@@ -60,6 +60,13 @@ MUTANTS = (
         needs="cutlass",
     ),
     Mutant(
+        "cute_leaves_half_of_a_tile_without_a_cta", "kernels/dspark_kernels/cute/block_attention_schedule.py",
+        "if 2 * places <= facts.ctas:",
+        "if 2 * places <= facts.ctas + 1:",
+        "test_attention_list.py::test_an_odd_number_of_ctas[704]",
+        needs="cutlass",
+    ),
+    Mutant(
         "cute_scores_before_all_keys_are_there", "kernels/dspark_kernels/cute/block_attention_device.py",
         "(full + (stage * facts.blocks + k // steps), done // STAGES % 2)",
         "(full + stage * facts.blocks, done // STAGES % 2)",

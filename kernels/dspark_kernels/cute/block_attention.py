@@ -1,8 +1,9 @@
 """Absorbed MLA attention of one block over paged context, for Hopper: what a build depends on, and the launch.
 
-Two kernels.  In the first (`block_attention_kernel`) each CTA takes an equal part of all key tiles and writes what it has of
-each request and tile of query rows to a workspace.  The second adds these parts up (`block_attention_merge`), and multiplies
-the sums by each head's matrix if there are some (`block_attention_values`, for many requests `block_attention_heads`).
+Two kernels.  In the first (`block_attention_kernel`) each CTA, or two together, takes an equal share of all key tiles and
+writes what it has of each request and tile of query rows to a workspace.  The second adds these parts up
+(`block_attention_merge`), and multiplies the sums by each head's matrix if there are some (`block_attention_values`, for many
+requests `block_attention_heads`).
 """
 
 from dataclasses import dataclass, replace

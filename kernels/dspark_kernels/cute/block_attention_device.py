@@ -56,16 +56,13 @@ def meet(name: cutlass.Constexpr):
 
 
 @cute.jit
-def load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Constexpr, turns: cutlass.Constexpr = 1):
-    """One tile of query rows into shared memory, swizzled.  The last row stands in the rows that the tile has too many.
-
-    turns: one behind the other, so that fewer registers are in use; 1 or 2.
-    """
+def load_queries(queries, shared, request, row_tile, thread, facts: cutlass.Constexpr):
+    """One tile of query rows into shared memory, swizzled.  The last row stands in the rows that the tile has too many."""
     dtype = ELEMENTS[facts.dtype]
     chunks = facts.width // CHUNK
-    per_thread = TILE * chunks // CONSUMERS // turns
+    per_thread = TILE * chunks // CONSUMERS // 2  # in two turns, which need fewer registers than one
     loaded = [cute.make_rmem_tensor(CHUNK, dtype) for _ in range(per_thread)]
-    for begin in cutlass.range(thread, thread + turns * per_thread * CONSUMERS, per_thread * CONSUMERS, unroll=1):
+    for begin in cutlass.range(thread, thread + 2 * per_thread * CONSUMERS, per_thread * CONSUMERS, unroll=1):
         for i in cutlass.range_constexpr(per_thread):  # no branch and no store in between: all loads are in flight together
             at = begin + i * CONSUMERS
             query = cutlass.min(row_tile * TILE + at // chunks, facts.queries - 1)
@@ -132,7 +129,7 @@ def _gathering(shared: Shared, out, columns: cutlass.Constexpr, number, group, f
 
 @cute.jit
 def _multiply_values(one: Gathering, stage):
-    """The weights times the values of a stage."""
+    """The weights times the values of a stage, to the end."""
     warpgroup.fence()
     for k in cutlass.range_constexpr(KEYS // 16):
         cute.gemm(one.mma, one.out, one.weights[None, None, k], one.values[None, None, k, stage], one.out)

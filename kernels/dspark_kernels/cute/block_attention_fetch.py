@@ -14,8 +14,8 @@ from dspark_kernels.cute.block_attention_schedule import CONSUMERS, ELEMENTS, KE
 
 STAGES = 2  # key tiles that shared memory has room for
 SWIZZLE = 64  # 16-bit values in one row of a 128-byte swizzle
-# Cache policies of fetches: of what others read too; and of what is read once, so that the parts, and the rows that products
-# make and read, stay in L2: a block decode with 32K of context took 305 us so, 314 with keys like the others.
+# Cache policies of fetches: of what others read too; and of what is read once, or twice at once, so that the parts, and the
+# rows that products make and read, stay in L2: a block decode with 32K of context took 305 us so, 314 with keys as the others.
 EVICT_NORMAL = 0x1000000000000000
 EVICT_FIRST = 0x12F0000000000000
 

@@ -1,11 +1,13 @@
 """The work that both kernels of the block attention share: a call's arguments, and the list of its key tiles.
 
-The keys of all (request, tile of 64 query rows) pairs, in tiles of 64, form one list.  Each CTA takes an equal part of it, one
+The keys of all (request, tile of 64 query rows) pairs, in tiles of 64, form one list.  Each CTA takes an equal share of it, one
 after the other.  A request without keys has no tile, so it moves no boundary.
 
 A CTA with the end of one pair and the begin of the next stores two parts, which takes as long as some tiles.  So a pair has
-places without a tile in front of its tiles, as far as no CTA gets more tiles by that.  Of a list so short that half of the CTAs
-suffice, two take the same tile, each for half of the values, and write half of the same part.
+places without a tile in front of its tiles, as far as the largest share does not grow; shares end in front of them.
+
+Of a list so short that half of the CTAs suffice, two take the same tile, each for half of the values, and write half of the
+same part.
 
 `facts` is a `block_attention_facts.Facts`.
 """
@@ -207,8 +209,8 @@ def _locate(requests, place, listed: List, facts: cutlass.Constexpr):
 
 @cute.jit
 def share_of(requests, listed: List, taker, facts: cutlass.Constexpr):
-    """First place and end of a CTA's part of the list.  It does not end among the places that a pair has in front of its tiles:
-    then it ends before them."""
+    """First place and end of a taker's share of the list.  It does not end among the places that a pair has in front of its
+    tiles: then it ends before them, where it begins at the earliest."""
     begin, end = share(listed.places, taker, facts), share(listed.places, taker + 1, facts)
     if cutlass.const_expr(facts.one_pair):
         return begin, end
@@ -253,14 +255,14 @@ def entry_of(requests, request, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def share(places, cta, facts: cutlass.Constexpr):
-    """First place of a CTA's part of the list."""
-    return cta * (places // facts.ctas) + cutlass.min(cta, places % facts.ctas)
+def share(places, taker, facts: cutlass.Constexpr):
+    """First place of a taker's share of the list."""
+    return taker * (places // facts.ctas) + cutlass.min(taker, places % facts.ctas)
 
 
 @cute.jit
 def owner_of(places, place, facts: cutlass.Constexpr):
-    """The CTA whose part holds this place: the inverse of `share`."""
+    """The taker whose share holds this place: the inverse of `share`."""
     each, more = places // facts.ctas, places % facts.ctas
     long = more * (each + 1)
     owner = place // (each + 1)

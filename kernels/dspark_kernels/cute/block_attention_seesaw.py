@@ -286,7 +286,9 @@ def _take_pair(
 
 
 @cute.jit
-def consume_in_turn(queries, requests, work, shared: Shared, cta, place, last, listed, scale, group: cutlass.Constexpr, facts):
+def consume_in_turn(
+    queries, requests, work, shared: Shared, taker, place, last, listed, scale, group: cutlass.Constexpr, facts
+):
     """One of the two warpgroups: parts of the pairs among the places place..last of the list."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -303,7 +305,7 @@ def consume_in_turn(queries, requests, work, shared: Shared, cta, place, last, l
         if cutlass.const_expr(facts.fetch_queries):
             cute.arch.mbarrier_wait(shared.queries_full, pairs_done % 2)
         else:
-            load_queries(queries, raw_queries, pair.request, pair.row_tile, thread, facts, 2)
+            load_queries(queries, raw_queries, pair.request, pair.row_tile, thread, facts)
             cute.arch.fence_proxy("async.shared", space="cta")
         state.out.fill(0.0)
         state.rows.highest.fill(-cutlass.Float32.inf)
@@ -314,6 +316,6 @@ def consume_in_turn(queries, requests, work, shared: Shared, cta, place, last, l
         if lane == 0:
             cute.arch.mbarrier_arrive(shared.queries_empty)
         pairs_done += 1
-        part = cutlass.Int64(cta + pair.request * facts.row_tiles + pair.row_tile)
+        part = cutlass.Int64(taker + pair.request * facts.row_tiles + pair.row_tile)
         store_part(state.out, state.rows, shared.sums, work, part, thread, cutlass.Int32(1), cutlass.Int32(0), facts)
         place += pair.places
