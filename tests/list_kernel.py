@@ -10,7 +10,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     next_pair,
     parts_of,
     share_of,
-    takers_of,
+    taker_of,
 )
 
 FIELDS = 8  # of a pair that a CTA takes: taker, half, request, row tile, first key, end, first tile, tiles
@@ -26,8 +26,7 @@ def walk_kernel(
     lane = cute.arch.lane_idx()
     requests = Requests(taken, cutlass.Int64(0), seq_lens, context_lens, seq_lens, batch, window)
     listed = list_of(requests, facts)
-    takers = takers_of(listed.places, facts)
-    taker, half = cta >> (takers - 1), cta & (takers - 1)
+    _, taker, half = taker_of(listed.places, cta, facts)
     place, last = share_of(requests, listed, taker, facts)
     number = cta * most
     while place < last:

@@ -65,15 +65,14 @@ def _launch(
     stream: cuda.CUstream,
     facts: cutlass.Constexpr,
 ):
-    blocks = facts.width // SWIZZLE
     wide_strides = (latents.token_stride, latents.page_stride, queries.head_stride, queries.batch_stride)
     token_stride, page_stride, head_stride, batch_stride = (cute.assume(stride, divby=CHUNK) for stride in wide_strides)
     pool_layout = cute.make_layout(
-        (facts.page_size, (SWIZZLE, blocks), latents.pages), stride=(token_stride, (1, SWIZZLE), page_stride)
+        (facts.page_size, (SWIZZLE, facts.blocks), latents.pages), stride=(token_stride, (1, SWIZZLE), page_stride)
     )
     tma_atom, tma_tensor = tma_boxes(cute.make_tensor(latents.values, pool_layout), facts.box, SWIZZLE)
     query_layout = cute.make_layout(
-        (facts.queries, (SWIZZLE, blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
+        (facts.queries, (SWIZZLE, facts.blocks), requests.batch), stride=(head_stride, (1, SWIZZLE), batch_stride)
     )
     query_atom, query_tensor = tma_boxes(cute.make_tensor(queries.values, query_layout), TILE, facts.width)
     block_attention_kernel(

@@ -118,7 +118,7 @@ def _gathering(shared: Shared, out, columns: cutlass.Constexpr, number, group, f
     """Of the columns from number * columns on, into the first registers of `out`."""
     mma = tiled_product(columns // 2, warpgroup.OperandSource.SMEM, OperandMajorMode.MN, 2, True, facts)
     own = mma.get_slice(group * 128)
-    values = cute.make_tensor(shared.values.iterator + number * (columns * facts.span), values_layout(columns, facts))
+    values = cute.make_tensor(shared.keys.iterator + number * (columns * facts.span), values_layout(columns, facts))
     return Gathering(
         mma,
         mma.make_fragment_A(own.partition_A(shared.weights)),

@@ -21,13 +21,12 @@ EVICT_FIRST = 0x12F0000000000000
 
 
 class Shared(NamedTuple):
-    """queries [64, D], keys [64, D, stage] and the same bytes as values [C, 64, stage], weights [64, 64]; maxima float32
-    [warpgroup, 64], in the end sums of weights, and peaks of values behind them; mbarriers: full of each [stage, block of 64
-    columns], empty of each stage, and of the queries."""
+    """queries [64, D], keys [64, D, stage], weights [64, 64]; maxima float32 [warpgroup, 64], in the end sums of weights, and
+    peaks of values behind them; mbarriers: full of each [stage, block of 64 columns], empty of each stage, and of the
+    queries."""
 
     queries: cute.Tensor
     keys: cute.Tensor
-    values: cute.Tensor
     weights: cute.Tensor
     maxima: cute.Tensor
     full: cute.Pointer
@@ -41,9 +40,8 @@ def keys_layout(facts: cutlass.Constexpr):
     """Key tiles of all stages: a column block of 64 behind the other in each span of rows."""
     span = facts.span
     tokens, token_strides = (8, span // 8, KEYS // span), (SWIZZLE, 8 * SWIZZLE, span * facts.width)
-    blocks = facts.width // SWIZZLE
     return cute.make_layout(
-        (tokens, (SWIZZLE, blocks), STAGES), stride=(token_strides, (1, span * SWIZZLE), KEYS * facts.width)
+        (tokens, (SWIZZLE, facts.blocks), STAGES), stride=(token_strides, (1, span * SWIZZLE), KEYS * facts.width)
     )
 
 
@@ -67,13 +65,12 @@ def rows_layout(blocks: cutlass.Constexpr):
 def allocate(facts: cutlass.Constexpr):
     """The CTA's shared memory."""
     dtype, allocator, swizzle = ELEMENTS[facts.dtype], SmemAllocator(), cute.make_swizzle(3, 4, 3)
-    queries = allocator.allocate_tensor(dtype, rows_layout(facts.width // SWIZZLE), 1024, swizzle)
+    queries = allocator.allocate_tensor(dtype, rows_layout(facts.blocks), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
     weights = allocator.allocate_tensor(dtype, rows_layout(1), 1024, swizzle)
     maxima = allocator.allocate_tensor(cutlass.Float32, cute.make_layout(4 * TILE), 16)
     barriers = [allocator.allocate_array(cutlass.Int64, count) for count in (STAGES * facts.blocks, STAGES, 1, 1)]
-    values = cute.make_tensor(keys.iterator, values_layout(facts.latent, facts))
-    return Shared(queries, keys, values, weights, maxima, *barriers)
+    return Shared(queries, keys, weights, maxima, *barriers)
 
 
 @cute.jit
@@ -184,7 +181,7 @@ def fetch(
     to_shared, from_global = cpasync.tma_partition(
         tma_atom, 0, cute.make_layout(1), cute.group_modes(shared_boxes, 0, 2), cute.group_modes(global_boxes, 0, 2)
     )
-    rows = cute.make_tensor(shared.queries.iterator, rows_layout(facts.width // SWIZZLE))
+    rows = cute.make_tensor(shared.queries.iterator, rows_layout(facts.blocks))
     global_rows = cute.flat_divide(query_tensor, (TILE, facts.width))
     queries_to, queries_from = cpasync.tma_partition(
         query_atom, 0, cute.make_layout(1), cute.group_modes(rows, 0, 2), cute.group_modes(global_rows, 0, 2)

@@ -18,7 +18,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     first_slots,
     list_of,
     share_of,
-    takers_of,
+    taker_of,
 )
 from dspark_kernels.cute.block_attention_seesaw import GROUP, consume_in_turn
 
@@ -60,8 +60,7 @@ def block_attention_kernel(
         cute.arch.griddepcontrol_launch_dependents()
     slots = first_slots(requests, facts)
     listed = list_of(requests, facts)
-    takers = takers_of(listed.places, facts)
-    taker, half = cta >> (takers - 1), cta & (takers - 1)
+    takers, taker, half = taker_of(listed.places, cta, facts)
     place, last = share_of(requests, listed, taker, facts)
     cute.arch.sync_threads()
 

@@ -180,13 +180,14 @@ def first_slots(requests, facts: cutlass.Constexpr):
 
 
 @cute.jit
-def takers_of(places, facts: cutlass.Constexpr):
-    """CTAs that take the same tiles: one, or two; places: the list's length."""
+def taker_of(places, cta, facts: cutlass.Constexpr):
+    """CTAs that take the same tiles: one, or two; the number of those that this CTA is one of; which half of the values it has
+    of two.  places: the list's length."""
     takers = cutlass.Int32(1)
     if cutlass.const_expr(facts.halved):  # noqa: SIM102 (decided when it is built, the next on the device)
         if 2 * places <= facts.ctas:
             takers = cutlass.Int32(2)
-    return takers
+    return takers, cta >> (takers - 1), cta & (takers - 1)
 
 
 @cute.jit

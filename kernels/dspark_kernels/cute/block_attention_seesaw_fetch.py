@@ -56,7 +56,7 @@ def allocate(facts: cutlass.Constexpr):
         stride=((1, KEYS * SWIZZLE), (SWIZZLE, 8 * SWIZZLE), KEYS * facts.width),
     )
     weights_layout = cute.make_layout(((8, TILE // 8), SWIZZLE, STAGES), stride=((SWIZZLE, 8 * SWIZZLE), 1, KEYS * facts.width))
-    queries = allocator.allocate_tensor(dtype, rows_layout(facts.width // SWIZZLE), 1024, swizzle)
+    queries = allocator.allocate_tensor(dtype, rows_layout(facts.blocks), 1024, swizzle)
     keys = allocator.allocate_tensor(dtype, keys_layout(facts), 1024, swizzle)
     weights = cute.make_tensor(keys.iterator + weights_begin(facts), weights_layout)
     bases, sums = (allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size * TILE), 16) for size in (2, 4))
@@ -93,5 +93,5 @@ def fetch_tile(atom, from_global, to_shared, shared: Shared, pages, token, done,
         place = stage * SECTIONS + section
         fetch_blocks(*here, shared.full + place, shared.empty + place, section * half, half, facts)
     place = stage * SECTIONS + REST
-    rest = facts.width // SWIZZLE - 2 * half
+    rest = facts.blocks - 2 * half
     fetch_blocks(*here, shared.full + place, shared.empty + place, 2 * half, rest, facts)
