@@ -211,7 +211,7 @@ def _locate(requests, place, listed: List, facts: cutlass.Constexpr):
 @cute.jit
 def share_of(requests, listed: List, taker, facts: cutlass.Constexpr):
     """First place and end of a taker's share of the list.  It does not end among the places that a pair has in front of its
-    tiles: then it ends before them, where it begins at the earliest."""
+    tiles: then it ends before them, and is empty where it also began there."""
     begin, end = share(listed.places, taker, facts), share(listed.places, taker + 1, facts)
     if cutlass.const_expr(facts.one_pair):
         return begin, end
@@ -219,7 +219,7 @@ def share_of(requests, listed: List, taker, facts: cutlass.Constexpr):
         _, start, tiles = _locate(requests, end, listed, facts)
         inside = (end - start) % (tiles + listed.pair_cost)
         if inside <= listed.pair_cost:
-            end = cutlass.max(begin, end - inside)
+            end -= inside
     return begin, end
 
 
