@@ -1,7 +1,7 @@
 """Cases of the CuTe DSL block attention: inputs that try to fool it, and their float64 answers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -119,9 +119,9 @@ def spans(case: Case, context_lens: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(firsts, case.seq_lens, strict=True))
 
 
-def expected(case: Case, inputs: Inputs) -> torch.Tensor:
+def expected(case: Case, inputs: Inputs, latent: int = LATENT) -> torch.Tensor:
     """float64, request by request."""
-    out = torch.zeros(*inputs.queries.shape[:3], LATENT, dtype=torch.float64, device=inputs.queries.device)
+    out = torch.zeros(*inputs.queries.shape[:3], latent, dtype=torch.float64, device=inputs.queries.device)
     for request, (start, end) in enumerate(spans(case, inputs.context_lens)):
         if start >= end:
             continue
@@ -133,17 +133,23 @@ def expected(case: Case, inputs: Inputs) -> torch.Tensor:
         if case.causal:
             last = inputs.context_lens[request] + torch.arange(BLOCK, device=out.device)
             scores = scores.masked_fill(index > last[:, None, None], float("-inf"))
-        out[request] = torch.softmax(scores, -1) @ keys[:, :LATENT]
+        out[request] = torch.softmax(scores, -1) @ keys[:, :latent]
     return out
 
 
-def launch(case: Case, inputs: Inputs, **options) -> torch.Tensor:
+def narrowed(case: Case, inputs: Inputs, width: int) -> Inputs:
+    """The first columns of queries and latents."""
+    queries = lay_out(case, inputs.queries[..., :width].contiguous())
+    return replace(inputs, queries=queries, latents=inputs.latents[..., :width].contiguous())
+
+
+def launch(case: Case, inputs: Inputs, latent: int = LATENT, **options) -> torch.Tensor:
     """options: others of the CuTe `block_attention`."""
     from dspark_kernels.cute.block_attention import block_attention
 
     return block_attention(
         *inputs.arguments(),
-        kv_lora_rank=LATENT,
+        kv_lora_rank=latent,
         softmax_scale=WIDTH**-0.5,
         causal=case.causal,
         window=case.window,

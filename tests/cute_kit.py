@@ -28,10 +28,18 @@ def run_compiling(program: str, dump: Path, *arguments: str, architecture: str =
 
 def stack_bytes(code: str, folder: Path) -> list[int]:
     """Of the stack of each kernel in machine code, base64: above 0 where registers did not suffice."""
+    return [int(size) for size in re.findall(r"STACK:(\d+)", _dump(code, folder, "-res-usage"))]
+
+
+def products_wait(code: str, folder: Path) -> int:
+    """How many instructions in machine code, base64, wait for products of a warpgroup."""
+    return _dump(code, folder, "-sass").count("WARPGROUP.DEPBAR")
+
+
+def _dump(code: str, folder: Path, option: str) -> str:
     import triton
 
     file = folder / "kernels.cubin"
     file.write_bytes(base64.b64decode(code))
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    return [int(size) for size in re.findall(r"STACK:(\d+)", usage)]
+    return subprocess.run([tool, option, file], capture_output=True, text=True, check=True).stdout

@@ -7,7 +7,7 @@ from dataclasses import replace
 import cute_attention_kit as kit
 import pytest
 import torch
-from cute_kit import CUDA, ELF, run_compiling, stack_bytes
+from cute_kit import CUDA, ELF, products_wait, run_compiling, stack_bytes
 from kernel_kit import watched_memory
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
@@ -25,8 +25,11 @@ for facts in (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4, one_request=True),
     Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False),
     Facts(torch.bfloat16, 512, 576, 7, 64, 16, False, 132),
-    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, slotted=True, value_width=128, whole_heads=True),
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, slotted=True, value_width=128, many=True),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, fetch_queries=False),
+    Facts(torch.bfloat16, 384, 448, 7, 8, 32, False, 132, many=True),
+    Facts(torch.bfloat16, 512, 576, 7, 64, 32, False, 132, many=True, spread=True, one_request=True),
+    Facts(torch.bfloat16, 512, 576, 7, 64, 32, False, 132, many=True),
 ):
     compiled = compile_block_attention(facts, "sm_90a")
     machine_code, ptx = compiled.__cubin__, compiled.__ptx__
@@ -36,6 +39,7 @@ for facts in (
             "machine": int.from_bytes(machine_code[18:20], "little"),
             "target": re.search(r"\.target (\w+)", ptx)[1],
             "wgmma": dict(Counter(map(int, re.findall(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16.f32", ptx)))),
+            "waits": ptx.count("wgmma.wait_group"),
             "boxes": ptx.count("cp.async.bulk.tensor.4d.shared"),
             "spilled": ".local" in ptx,
             "code": base64.b64encode(machine_code).decode(),
@@ -60,11 +64,13 @@ def test_compiles_to_wgmma_and_tma(tmp_path):
     # The product: four steps for each eight columns that a warp has, of 64 latents or of all, which nobody else adds up.
     wanted = (
         (one[0], 4, 0, 0, 0), (one[1], 4, 0, 0, 0), (one[0], 4, 1, 1, 2), (two[1], 8, 3, 3, 0), (two[0], 14, 0, 0, 0),
-        (one[0], 4, 8, 0, 16), (one[0], 2, 0, 0, 0),
+        (one[0], 4, 8, 0, 16), (one[0], 2, 0, 0, 0), ({32: 28, 192: 4}, 4, 0, 0, 2),
+        (two[0], 8, 0, 0, 2), (two[0], 8, 0, 0, 2),
     )  # fmt: skip
     for result, (products, boxes, tiles, sends, fetches) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
         assert result["wgmma"] == {str(columns): count for columns, count in products.items()}
+        assert products_wait(result["code"], tmp_path) == result["waits"]  # of products that follow one another none waits
         assert result["boxes"] == boxes
         assert not result["spilled"] and stack_bytes(result["code"], tmp_path) == [0, 0]
         # The attention waits for the kernel before it, and then lets the merge begin and reads.  The merge lets the next kernel
@@ -102,24 +108,55 @@ def test_halves_are_whole_blocks_of_each_warpgroups_values():
         assert Facts(torch.bfloat16, latent, latent + 64, 7, 8, 32, False, 132).halved == halved, latent
 
 
-def test_many_requests_have_a_cta_for_a_heads_rows():
+def test_many_heads_have_a_cta_each():
     from dspark_kernels.cute.block_attention_facts import Facts
     from dspark_kernels.cute.block_attention_heads import suits_whole_heads
 
     for batch, rows, heads, width, wanted in (
-        (5, 7, 8, 128, True), (4, 7, 8, 128, False), (5, 7, 8, 136, False), (5, 7, 8, 0, False), (64, 16, 12, 8, True),
-        (64, 16, 13, 8, False),
+        (4, 7, 8, 128, True), (3, 7, 8, 128, False), (4, 7, 8, 136, False), (2, 9, 8, 128, True), (1, 7, 64, 128, True),
+        (1, 7, 24, 8, False),
     ):  # fmt: skip
         facts = Facts(torch.bfloat16, 512, 576, rows, heads, 32, False, 132, value_width=width)
         assert suits_whole_heads(batch, facts) == wanted, (batch, rows, heads, width)
 
 
-def test_whole_heads_have_rows_and_warps_of_their_own():
+def test_many_pairs_have_a_warp_for_their_rows():
+    """Of 132 processors each has one of 16 CTAs of eight pairs, but of nine some would have two."""
+    from dspark_kernels.cute.block_attention_facts import Facts
+    from dspark_kernels.cute.block_attention_warps import are_spread, suits_warps
+
+    for batch, heads, latent, many, spread in (
+        (3, 8, 512, False, True), (4, 8, 512, True, True), (8, 8, 512, True, True), (9, 8, 512, True, False),
+        (9, 8, 256, True, True), (17, 8, 256, True, False), (1, 64, 512, True, True), (2, 64, 512, True, False),
+    ):  # fmt: skip
+        facts = Facts(torch.bfloat16, latent, latent + 64, 7, heads, 32, False, 132)
+        assert (suits_warps(batch, facts), are_spread(batch, facts)) == (many, spread), (batch, heads, latent)
+
+
+def test_many_have_rows_and_warps_of_their_own():
     from dspark_kernels.cute.block_attention_facts import Facts
 
-    for form, message in (({"group_rows": 4}, "not 4 by 16"), ({"merging_warps": 8}, "not 8 by 8; leave it out")):
+    for form, message in (
+        ({"group_rows": 4, "value_width": 128}, "many merges 8 rows by 16 warps, not 4 by None"),
+        ({"merging_warps": 8, "value_width": 128}, "by 16 warps, not 8 by 8; leave it out"),
+        ({"merging_warps": 8}, "by 8 warps, not 8 by 8; leave it out"),
+    ):
         with pytest.raises(ValueError, match=message):
-            Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, whole_heads=True, **form)
+            Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, many=True, **form)
+
+
+@pytest.mark.parametrize("heads", [1, 10, 19, 28, 64])
+def test_no_pair_has_more_parts_than_room_for_their_statistics(heads):
+    """All pairs of a request are equally long, wherever they lie in a list of whatever length."""
+    from dspark_kernels.cute.block_attention_facts import Facts
+
+    for ctas in (1, 2, 7, 24):
+        facts = Facts(torch.bfloat16, 512, 576, 7, heads, 32, False, ctas)
+        for places in range(facts.row_tiles, 3 * ctas * facts.row_tiles):
+            each, more = divmod(places, ctas)
+            owners = torch.arange(ctas).repeat_interleave(torch.tensor([each + 1] * more + [each] * (ctas - more)))
+            tiles = places // facts.row_tiles
+            assert int((owners[tiles - 1 :] - owners[: places - tiles + 1]).max()) + 1 <= facts.most_parts
 
 
 def test_two_tiles_in_flight_need_room_for_weights():
@@ -129,6 +166,13 @@ def test_two_tiles_in_flight_need_room_for_weights():
         Facts(torch.bfloat16, 512, 512, 7, 64, 32, False, 132, two_tiles=True)
 
 
+def assert_close_to_float64(out: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = out.double() - wanted
+    bound = 2.2e-3 if out.dtype is torch.bfloat16 else 4e-4  # the rounding of weights and outputs alone: 1.8e-3 and 2.2e-4
+    assert error.norm() <= bound * wanted.norm()
+    assert error.abs().max() <= 4 * bound * wanted.abs().max()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", kit.cases(), ids=lambda case: case.name)
 def test_agrees_with_float64_and_repeats_its_bits(case):
@@ -136,11 +180,8 @@ def test_agrees_with_float64_and_repeats_its_bits(case):
     from dspark_model.bench.timing import capture
 
     inputs = kit.make_inputs(case, "cuda")
-    out, wanted = kit.launch(case, inputs), kit.expected(case, inputs)
-    error = out.double() - wanted
-    bound = 2.2e-3 if case.dtype == "bfloat16" else 4e-4  # the rounding of weights and outputs alone: 1.8e-3 and 2.2e-4
-    assert error.norm() <= bound * wanted.norm()
-    assert error.abs().max() <= 4 * bound * wanted.abs().max()
+    out = kit.launch(case, inputs)
+    assert_close_to_float64(out, kit.expected(case, inputs))
     for _ in range(5):
         assert torch.equal(kit.launch(case, inputs), out)
     assert torch.equal(kit.launch(case, kit.add_dummies(case, inputs))[1:-2], out)
@@ -195,6 +236,13 @@ OF_SIX = (
 )  # fmt: skip
 WHOLE_HEADS = [(RAGGED, 1), (RAGGED, 3), (RAGGED, 7), (RAGGED, 16), (MANY, 7), (LONG, 7)]
 WHOLE_HEADS += [(case, rows) for case, rows in zip(OF_SIX, (7, 9, 16), strict=True)]
+WHOLE_HEADS += [(WINDOW, 7), (PAGE_64, 7)]
+# Each tile is a part: as many as `merge_kernel` has warps (16, or 4 with many heads), one less and one more, twice as many.
+TURNS = kit.Case("parts of one turn, and of more", tuple(64 * tiles for tiles in (15, 16, 17, 0, 32, 33, 1)))
+TURNS_64 = kit.Case("64 heads, parts of one turn, and of more", (256, 192, 320, 0, 64))
+BY_WARPS = [(case, 7) for case in (ALONE, RAGGED, ALL_PARTS, MANY, CAUSAL, APART, ONE, PAGE_64, LONG, TURNS)]
+BY_WARPS += [(case, 7) for case in kit.cases() if case.heads == 64 and case.two_tiles is None]
+BY_WARPS += [(TURNS_64, 7), (RAGGED, 1), (RAGGED, 16), (MANY, 3), (OF_SIX[1], 9), (OF_SIX[2], 16)]
 # Few builds: each takes seconds.
 OF_ROWS = [(case, kit.BLOCK) for case in (ALONE, RAGGED, ALL_PARTS, MANY, CAUSAL, WINDOW, PAGE_64)]
 OF_ROWS += [(RAGGED, 1), (ALONE, 5), (RAGGED, 16), (APART, 9), (ONE, 16)]
@@ -246,6 +294,17 @@ def test_two_takers_of_a_tile_have_the_bits_of_one(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("latent", "width"), [(128, 192), (256, 320), (384, 448), (512, 512)])
+def test_other_ranks_have_the_same_bits_however_tiles_are_taken_and_merged(latent, width):
+    case = kit.Case("", (0, 100, 1500, 0, 7, 515))
+    inputs = kit.narrowed(case, kit.make_inputs(case, "cuda"), width)
+    out = kit.launch(case, inputs, latent)
+    assert_close_to_float64(out, kit.expected(case, inputs, latent))
+    for options in ({"halves": False}, {"many": False}):
+        assert torch.equal(kit.launch(case, inputs, latent, **options), out), options
+
+
+@pytest.mark.gpu
 def test_how_many_take_a_tile_follows_the_lengths():
     """Of 132 CTAs two take each of 66 tiles, and one each of 67."""
     from dspark_model.bench.timing import capture
@@ -260,15 +319,29 @@ def test_how_many_take_a_tile_follows_the_lengths():
         assert torch.equal(kept[-1], kit.launch(case, inputs, halves=False)), length
 
 
+def plain_merge(case, inputs) -> torch.Tensor:
+    """What the kernel without matrices, whose CTAs merge 16 rows of a pair, leaves."""
+    plain = kit.launch(case, inputs, many=False)
+    assert not plain.isnan().any()
+    return plain
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "rows"), OF_ROWS, ids=named)
 def test_merged_values_are_the_plain_merge_to_the_bit(case, rows):
     """Each head's matrix is the identity, so a latent that any lane takes for another, or sums otherwise, shows."""
     inputs = with_block_rows(case, kit.make_inputs(case, "cuda"), rows)
     identity = torch.eye(kit.LATENT, dtype=inputs.queries.dtype, device="cuda").mT.expand(case.heads, -1, -1)
-    plain = kit.launch(case, inputs)
-    assert not plain.isnan().any()
-    assert torch.equal(values_of(case, inputs, identity), plain)
+    assert torch.equal(values_of(case, inputs, identity, many=False), plain_merge(case, inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "rows"), BY_WARPS, ids=named)
+def test_merged_by_warps_is_the_plain_merge_to_the_bit(case, rows):
+    inputs = with_block_rows(case, kit.make_inputs(case, "cuda"), rows)
+    plain = plain_merge(case, inputs)
+    with watched_memory():
+        assert torch.equal(kit.launch(case, inputs, many=True), plain)
 
 
 @pytest.mark.gpu
@@ -276,12 +349,11 @@ def test_merged_values_are_the_plain_merge_to_the_bit(case, rows):
 def test_whole_heads_are_the_plain_merge_to_the_bit(case, rows):
     """Matrices that take 128 latents of 512 as they are."""
     inputs = with_block_rows(case, kit.make_inputs(case, "cuda"), rows)
-    plain = kit.launch(case, inputs)
-    assert not plain.isnan().any()
+    plain = plain_merge(case, inputs)
     for first in range(0, kit.LATENT, 128):
         part = slice(first, first + 128)
         some = torch.eye(kit.LATENT, dtype=inputs.queries.dtype, device="cuda")[part].mT.expand(case.heads, -1, -1)
-        assert torch.equal(values_of(case, inputs, some), plain[..., part])
+        assert torch.equal(values_of(case, inputs, some, many=True), plain[..., part])
 
 
 @pytest.mark.gpu

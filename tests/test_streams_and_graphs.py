@@ -137,6 +137,7 @@ def run_with_late_inputs(side: type[SideStream]) -> Duel:
     duel = overlapping_duel(side)
     script = SCENARIOS["steady"](4, 8)
     duel.run(script[:5])
+    duel.fast._side.cycles = 50 * CYCLES  # beside 14 other processes the host took longer than one to launch the step
     step_input = duel._input(script[5])
     duel.plain.step(step_input)
     rows, worker = step_input.generation, duel.fast
@@ -146,7 +147,7 @@ def run_with_late_inputs(side: type[SideStream]) -> Duel:
     worker.pool.begin_step(plan.rows_needed, None)
     slots = torch.tensor([request.slot for request in plan.requests], device="cuda")
     torch.cuda.synchronize()
-    torch.cuda._sleep(CYCLES)
+    torch.cuda._sleep(50 * CYCLES)
     late.copy_(rows.target_hidden)
     worker._run(plan, slots, worker.resolved, keep_logits=False)
     torch.cuda.synchronize()

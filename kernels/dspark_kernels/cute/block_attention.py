@@ -35,6 +35,7 @@ from dspark_kernels.cute.block_attention_schedule import (
     Workspace,
 )
 from dspark_kernels.cute.block_attention_values import Matrices, merge_values_kernel
+from dspark_kernels.cute.block_attention_warps import are_spread, merge_by_warps_kernel, splits_of, suits_warps
 from dspark_kernels.cute.builds import build_architecture
 from dspark_kernels.cute.compile import compile_once
 
@@ -79,7 +80,7 @@ def _launch(
         tma_atom, tma_tensor, query_atom, query_tensor, queries, requests, work, scale, facts
     ).launch(grid=(facts.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)  # fmt: skip
     threads = (facts.warps * WARP, 1, 1)
-    if cutlass.const_expr(facts.merged and facts.whole_heads):
+    if cutlass.const_expr(facts.merged and facts.many and facts.value_width):
         merge_heads_kernel(requests, work, matrices, out, facts).launch(
             grid=(requests.batch, facts.heads, -(-facts.rows // facts.group_rows)),
             block=threads,
@@ -97,10 +98,21 @@ def _launch(
             stream=stream,
             use_pdl=True,
         )
+    elif cutlass.const_expr(facts.merged and facts.many):
+        merge_by_warps_kernel(requests, work, out, facts).launch(
+            grid=(requests.batch * facts.row_tiles, 4 * splits_of(requests.batch, facts), 1),
+            block=threads,
+            min_blocks_per_mp=1 if facts.spread else 2,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=True,
+        )
     elif cutlass.const_expr(facts.merged):
         merge_kernel(requests, work, out, facts).launch(
             grid=(requests.batch * facts.row_tiles, facts.vectors * CONSUMERS // WARP, 1),
             block=threads,
+            min_blocks_per_mp=2 if facts.warps == 16 and not facts.one_request else 0,  # 0: as many as have room
+            preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
         )
@@ -202,7 +214,7 @@ def stand_in_merge_arguments() -> tuple[Requests, Workspace, Matrices]:
 
 def _call(
     queries, latents, page_table, context_lens, seq_lens, *, kv_lora_rank: int, softmax_scale: float, causal: bool = False,
-    window: int | None = None, slots=None, value_weights=None, **form,
+    window: int | None = None, slots=None, value_weights=None, many: bool | None = None, **form,
 ) -> AttentionCall:  # fmt: skip
     """A launch that is ready, `block_attention`'s arguments checked; form: of `Facts`, instead of what is chosen here."""
     check_call(queries, latents, page_table, context_lens, seq_lens, slots, kv_lora_rank, softmax_scale)
@@ -229,7 +241,10 @@ def _call(
         queries.dtype, kv_lora_rank, width, rows, heads, page_size, causal, ctas, slotted=slots is not None,
         fetch_queries=rows == 1 or row_stride == heads * head_stride, one_request=batch == 1, **form,
     )  # fmt: skip
-    facts = replace(facts, whole_heads=facts.merged and suits_whole_heads(batch, facts))
+    if many is None:
+        many = suits_whole_heads(batch, facts) if facts.value_width else suits_warps(batch, facts)
+    if many and facts.merged:
+        facts = replace(facts, many=True, group_rows=8, spread=not facts.value_width and are_spread(batch, facts))
     out = queries  # of a launch that does not merge there is none
     if facts.merged:
         out = torch.empty(batch, rows, heads, facts.value_width or kv_lora_rank, dtype=queries.dtype, device=device)
@@ -272,6 +287,7 @@ def block_attention(
     value_weights: torch.Tensor | None = None,
     two_tiles: bool | None = None,
     halves: bool = True,
+    many: bool | None = None,
 ) -> torch.Tensor:
     """Two launches on the device's current stream, under a CUDA graph too; the lengths are read on the device only.
 
@@ -283,6 +299,7 @@ def block_attention(
     multiples of 16 bytes, they are read 16 bytes at once.
     two_tiles: for benchmarks, which of the two schedules; None: by the shape (`Facts.seesaw`).
     halves: for tests, whether two CTAs may share a tile (`Facts.halves`).
+    many: for tests, whether the merge is the one for many requests or rows (`Facts.many`); None: as their number suggests.
     Returns [B, N, heads, kv_lora_rank]; with value_weights the product of it, rounded, with each head's, [B, N, heads,
     v_head_dim].
 
@@ -292,6 +309,7 @@ def block_attention(
     call = _call(
         queries, latents, page_table, context_lens, seq_lens, kv_lora_rank=kv_lora_rank, softmax_scale=softmax_scale,
         causal=causal, window=window, slots=slots, value_weights=value_weights, two_tiles=two_tiles, halves=halves,
+        many=many,
     )  # fmt: skip
     if call.tensors["out"].numel():
         _launch_now(call)

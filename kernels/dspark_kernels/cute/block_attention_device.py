@@ -96,10 +96,10 @@ def clear_rows(shared, first, end, thread, facts: cutlass.Constexpr):
 def _multiply_scores(first_mma, mma, scores, queries, keys, full, done, facts: cutlass.Constexpr):
     """Starts queries times the keys of a tile, block after block as they come; done: tiles before it."""
     stage, steps = done % STAGES, SWIZZLE // 16
-    warpgroup.fence()
     for k in cutlass.range_constexpr(facts.width // 16):
         if cutlass.const_expr(k % steps == 0):
             cute.arch.mbarrier_wait(full + (stage * facts.blocks + k // steps), done // STAGES % 2)
+            warpgroup.fence()  # here: with one in front of all, ptxas lets the products of 384 latents wait for one another
         cute.gemm(mma if k else first_mma, scores, queries[None, None, k], keys[None, None, k, stage], scores)
     warpgroup.commit_group()
 

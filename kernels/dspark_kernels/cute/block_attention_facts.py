@@ -8,6 +8,9 @@ import torch
 from dspark_kernels.cute.block_attention_fetch import SWIZZLE
 from dspark_kernels.cute.block_attention_schedule import CHUNK, CONSUMERS, KEYS, SLICE, TILE
 
+HEAD_WARPS = 16  # of a CTA that merges many, and multiplies
+QUADS = 8  # of a CTA that merges many: for each, rows of half a tile
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -20,10 +23,11 @@ class Facts:
     value_width: columns of the heads' matrices that the merge multiplies by; 0: none, the latents are the result.
     group_rows: block rows of a head that are merged together where the merge multiplies, by a cluster, a CTA or as a unit of
     `between_attentions`: 4 or 8; the bits are the same.
-    whole_heads: then a CTA merges 8 rows with all their latents, and not a cluster; the bits are the same.
+    many: the merge is the one for many requests or rows, by warps that have all parts themselves; the bits are the same.
+    spread: of these CTAs there are no more than processors, which take one each; the bits are the same.
     value_chunks: the values of a matrix's column lie side by side and are read 16 bytes at once; else one by one.
     two_tiles: asks for the schedule with two key tiles in flight, or for the one without; None: as `seesaw` chooses.
-    merging_warps: of a CTA that merges; None: one for each of `merge_warps`, whose sums they make.
+    merging_warps: of a CTA that merges, if not many; None: one for each of `merge_warps`, whose sums they make.
     merged: the launch merges; else another one does.
     early: the launch fetches keys before the kernel before it has ended, which makes the queries, the latents of the block and
     at most so many before them, late_rows.
@@ -44,7 +48,8 @@ class Facts:
     fetch_queries: bool = True
     value_width: int = 0
     group_rows: int = 8
-    whole_heads: bool = False
+    many: bool = False
+    spread: bool = False
     value_chunks: bool = True
     two_tiles: bool | None = None
     merging_warps: int | None = None
@@ -60,11 +65,11 @@ class Facts:
                 f"two key tiles in flight need key columns without a value, and key rows of {self.width} have none behind "
                 f"{self.latent} latents; leave two_tiles out"
             )
-        if self.whole_heads and (self.group_rows, self.warps) != (8, self.merge_warps):
+        if self.many and (self.group_rows, self.merging_warps) != (8, None):
             raise ValueError(
-                f"whole_heads merges 8 rows by {self.merge_warps} warps, not {self.group_rows} by {self.warps}; leave it out"
+                f"many merges 8 rows by {self.warps} warps, not {self.group_rows} by {self.merging_warps}; leave it out"
             )
-        if self.merge_warps % self.warps:
+        if self.merge_warps % self.weighing_warps:
             raise ValueError(f"{self.warps} warps cannot make the sums of {self.merge_warps}: blocks of {self.queries} queries")
 
     @property
@@ -121,14 +126,26 @@ class Facts:
         return 16 if self.row_tiles < 4 else 4
 
     @property
+    def most_parts(self) -> int:
+        """Of a pair: with k tiles a CTA or one more, all pairs of a request have not more than (k + 1) * ctas of them."""
+        return min(self.ctas, 2 * self.ctas // self.row_tiles + 2)
+
+    @property
     def merge_turns(self) -> int:
         """How many of `merge_warps` a merging warp stands for, one after the other."""
-        return self.merge_warps // self.warps
+        return self.merge_warps // self.weighing_warps
+
+    @property
+    def weighing_warps(self) -> int:
+        """The first of a merging CTA, which turn statistics into weights."""
+        return self.merging_warps or self.merge_warps
 
     @property
     def warps(self) -> int:
         """Warps of a CTA that merges."""
-        return self.merging_warps or self.merge_warps
+        if not self.many:
+            return self.weighing_warps
+        return HEAD_WARPS if self.value_width else QUADS
 
     @property
     def slices(self) -> int:

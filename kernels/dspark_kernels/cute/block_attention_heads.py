@@ -1,8 +1,8 @@
-"""A second kernel of the block attention that also multiplies, for many requests: a CTA takes up to eight block rows of one
-head, with all of their latents.
+"""A second kernel of the block attention that also multiplies, for many requests or heads: a CTA takes up to eight block rows
+of one head, with all of their latents.
 
-It has the bits of `merge_values_kernel`, whose clusters give one request more processors; those of many requests would come
-one behind the other.  A warp merges 64 latents of four rows, or of two, and has no other warp's help.
+It has the bits of `merge_values_kernel`, whose clusters give a few heads more processors; those of many would come one behind
+the other.  A warp merges 64 latents of four rows, or of two, and has no other warp's help.
 
 `facts` is a `block_attention_facts.Facts`.
 """
@@ -15,8 +15,8 @@ from dspark_kernels.cute.block_attention_merge import (
     MERGE_ROWS,
     Place,
     Shared,
+    inverse_of,
     load_statistics,
-    meet_merging,
     own_of,
     weigh_parts,
 )
@@ -35,15 +35,15 @@ from dspark_kernels.cute.block_attention_values import (
 )
 
 MOST_MATRIX_BYTES = 128 << 10  # of shared memory
-LEAST_BATCH = 5  # fewer requests have clusters
+LEAST_CTAS = 32  # fewer leave too many processors alone
 NO_SUMS = 4  # float32, of sums that warps would leave one another
-SUMS, TURNS = 4, 2  # of a lane: sums beside one another, and parts of each that are under way
+SUMMED, UNDER_WAY = 32, 64  # of a lane: values that are summed beside one another, and values that are under way
 
 
 def suits_whole_heads(batch: int, facts) -> bool:
     """Whether so many requests are merged so."""
     matrix = 2 * facts.latent * facts.value_tiles * CHUNK
-    return batch >= LEAST_BATCH and 0 < matrix <= MOST_MATRIX_BYTES and facts.merge_warps == 16
+    return batch * facts.heads * -(-facts.rows // ROWS) >= LEAST_CTAS and matrix <= MOST_MATRIX_BYTES
 
 
 @cute.jit
@@ -51,25 +51,27 @@ def _sum_parts(work, source: Source, slot, half, shared: Shared, facts: cutlass.
     """A lane's values of a slot, merged in the order of `merge_rows`, where each of `merge_warps` warps sums every so manyeth
     part."""
     count, step = facts.slot_values, facts.merge_warps
+    own_sums = min(step, SUMMED // count)
+    turns = UNDER_WAY // count // own_sums
     merged = cute.make_rmem_tensor(count, cutlass.Float32)
     merged.fill(0.0)
-    sums = [cute.make_rmem_tensor(count, cutlass.Float32) for _ in range(SUMS)]
-    vectors = [[cute.make_rmem_tensor(count, PART) for _ in range(SUMS)] for _ in range(TURNS)]
-    for begin in cutlass.range(0, step, SUMS, unroll=1):
+    sums = [cute.make_rmem_tensor(count, cutlass.Float32) for _ in range(own_sums)]
+    vectors = [[cute.make_rmem_tensor(count, PART) for _ in range(own_sums)] for _ in range(turns)]
+    for begin in cutlass.range(0, step, own_sums, unroll=1):
         for one in sums:
             one.fill(0.0)
-        for first in cutlass.range(begin, source.count, TURNS * step, unroll=1):
-            for i in cutlass.range_constexpr(TURNS):  # all in flight together
-                for j in cutlass.range_constexpr(SUMS):
+        for first in cutlass.range(begin, source.count, turns * step, unroll=1):
+            for i in cutlass.range_constexpr(turns):  # all in flight together
+                for j in cutlass.range_constexpr(own_sums):
                     load_part(work, source, first + i * step + j, vectors[i][j], facts)
-            for i in cutlass.range_constexpr(TURNS):
-                for j in cutlass.range_constexpr(SUMS):
+            for i in cutlass.range_constexpr(turns):
+                for j in cutlass.range_constexpr(own_sums):
                     part = first + i * step + j
                     if part < source.count:
                         for k in cutlass.range_constexpr(count):
                             weight = shared.weights[part * MERGE_ROWS + half * ROWS + row_of(slot, k, facts)]
                             sums[j][k] = cute.math.fma(weight, vectors[i][j][k].to(cutlass.Float32), sums[j][k])
-        for j in cutlass.range_constexpr(SUMS):
+        for j in cutlass.range_constexpr(own_sums):
             for k in cutlass.range_constexpr(count):
                 merged[k] += sums[j][k]
     return merged
@@ -85,10 +87,10 @@ def _round(rounded, merged, slot, half, has_keys, shared: Shared, facts: cutlass
         if has_keys and slot < facts.slots:
             for j in cutlass.range_constexpr(facts.merge_warps):
                 divisor += shared.sums[j * MERGE_ROWS + half * ROWS + row]
-        divisor = cutlass.Float32(1.0) if divisor == 0.0 else divisor  # then the sums are 0
+        inverse = inverse_of(divisor)
         for block in cutlass.range_constexpr(2):
             at, values = first_of(i, block, facts), cute.make_rmem_tensor(2, dtype)
-            values[0], values[1] = (merged[at] / divisor).to(dtype), (merged[at + 1] / divisor).to(dtype)
+            values[0], values[1] = (merged[at] * inverse).to(dtype), (merged[at + 1] * inverse).to(dtype)
             put_rounded(rounded, row, unit, block, values)
 
 
@@ -127,7 +129,7 @@ def merge_heads_kernel(
     request, head, group_index = cute.arch.block_idx()
     warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
     group, dtype, allocator = Group(request, head, group_index * facts.group_rows), ELEMENTS[facts.dtype], SmemAllocator()
-    sizes = (facts.ctas * MERGE_ROWS, facts.warps * MERGE_ROWS, facts.warps * MERGE_ROWS, NO_SUMS)
+    sizes = (facts.ctas * MERGE_ROWS, facts.merge_warps * MERGE_ROWS, facts.merge_warps * MERGE_ROWS, NO_SUMS)
     shared = Shared(*(allocator.allocate_tensor(cutlass.Float32, cute.make_layout(size), 16) for size in sizes))
     rounded = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * ROWS * ROW_STRIDE), 16)
     fetched = allocator.allocate_tensor(dtype, cute.make_layout(facts.slices * facts.fetched_values), 16)
@@ -143,14 +145,16 @@ def merge_heads_kernel(
     at = Place(cutlass.Int32(0), own.row // ROWS, query % TILE - own.row, part, own_count)
     cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes
 
-    if count > 0:
+    if count > 0 and warp < facts.weighing_warps:
         weigh_parts(load_statistics(work, at, own, facts), shared, own_count, own, facts)
+    if cutlass.const_expr(facts.weighing_warps < facts.warps):
+        cute.arch.sync_threads()
     for number in cutlass.range(warp, facts.slices * facts.slot_turns, facts.warps, unroll=1):
         part_of, slot = number // facts.slot_turns, number % facts.slot_turns * 2 + lane // 16
         half, source = part_of // (facts.slices // 2), source_of(group, entry, part_of, slot, facts)
         merged = _sum_parts(work, source, slot, half, shared, facts)
         _round(_of_slice(rounded, part_of, ROWS * ROW_STRIDE), merged, slot, half, count > 0, shared, facts)
     cute.arch.cp_async_wait_group(0)  # a lane reads what it has fetched itself
-    meet_merging(facts)
+    cute.arch.sync_threads()
     for i in cutlass.range_constexpr(facts.warp_tiles):
         _store(out, rounded, fetched, group, warp + i * facts.warps, facts)

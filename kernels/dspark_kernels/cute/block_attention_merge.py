@@ -58,13 +58,13 @@ class Own(NamedTuple):
 
 @cute.jit
 def meet_merging(facts: cutlass.Constexpr):
-    """All warps that merge."""
-    cute.arch.barrier(barrier_id=MERGING, number_of_threads=facts.warps * WARP)
+    """All warps that weigh parts."""
+    cute.arch.barrier(barrier_id=MERGING, number_of_threads=facts.weighing_warps * WARP)
 
 
 def step_of(facts) -> int:
     """Parts from one of a thread to the next."""
-    return facts.warps * WARP // MERGE_ROWS
+    return facts.weighing_warps * WARP // MERGE_ROWS
 
 
 def own_of(thread):
@@ -111,7 +111,7 @@ def weigh_parts(loaded, shared: Shared, count, own: Own, facts: cutlass.Constexp
         shared.peaks[warp * MERGE_ROWS + own.row] = peak
     meet_merging(facts)
     highest = shared.peaks[own.row]
-    for i in cutlass.range_constexpr(1, facts.warps):
+    for i in cutlass.range_constexpr(1, facts.weighing_warps):
         highest = cute.arch.fmax(highest, shared.peaks[i * MERGE_ROWS + own.row])
     base = cutlass.Float32(0.0) if highest == -cutlass.Float32.inf else highest
     for turn in cutlass.range_constexpr(facts.merge_turns):
@@ -124,7 +124,7 @@ def weigh_parts(loaded, shared: Shared, count, own: Own, facts: cutlass.Constexp
                 shared.weights[part * MERGE_ROWS + own.row] = weight * loaded[i][1]
         summed += cute.arch.shuffle_sync_bfly(summed, MERGE_ROWS)
         if lane < MERGE_ROWS:
-            shared.sums[(turn * facts.warps + warp) * MERGE_ROWS + own.row] = summed
+            shared.sums[(turn * facts.weighing_warps + warp) * MERGE_ROWS + own.row] = summed
     meet_merging(facts)
 
 
@@ -147,6 +147,12 @@ def _sum_vectors(vectors, merged, work, mine, warp, lane, count, shared: Shared,
 
 
 @cute.jit
+def inverse_of(divisor):
+    """What a row's sums are multiplied by; of a row that sees no key these are 0."""
+    return 1.0 / (cutlass.Float32(1.0) if divisor == 0.0 else divisor)
+
+
+@cute.jit
 def _store(out, shared: Shared, request, row_tile, at: Place, thread, facts: cutlass.Constexpr):
     """Two neighbouring values of a row, from the sums of all warps; zeros without a part and for a row that sees no key."""
     dtype = ELEMENTS[facts.dtype]
@@ -160,8 +166,8 @@ def _store(out, shared: Shared, request, row_tile, at: Place, thread, facts: cut
             divisor += shared.sums[i * MERGE_ROWS + own_row]
             left += shared.out[i * WARP * CHUNK + 2 * thread]
             right += shared.out[i * WARP * CHUNK + 2 * thread + 1]
-        if divisor != 0.0:
-            values[0], values[1] = (left / divisor).to(dtype), (right / divisor).to(dtype)
+        inverse = inverse_of(divisor)
+        values[0], values[1] = (left * inverse).to(dtype), (right * inverse).to(dtype)
     query = row_tile * TILE + at.first_row + own_row
     if query < facts.queries:
         to = (cutlass.Int64(request) * facts.queries + query) * facts.latent + at.group * (facts.latent // 2)

@@ -17,6 +17,7 @@ from dspark_kernels.cute.block_attention_merge import (
     MERGE_ROWS,
     Place,
     Shared,
+    inverse_of,
     load_statistics,
     meet_merging,
     own_of,
@@ -181,8 +182,8 @@ def _round_rows(rounded, shared: Shared, has_keys, thread, facts: cutlass.Conste
                     divisor += shared.sums[j * MERGE_ROWS + row]
                     left += shared.out[at]
                     right += shared.out[at + lanes]
-                divisor = cutlass.Float32(1.0) if divisor == 0.0 else divisor  # of a row that sees no key, whose sums are 0
-                values[0], values[1] = (left / divisor).to(dtype), (right / divisor).to(dtype)
+                inverse = inverse_of(divisor)
+                values[0], values[1] = (left * inverse).to(dtype), (right * inverse).to(dtype)
             put_rounded(rounded, row, unit, block, values)
     meet_merging(facts)
 
