@@ -2,8 +2,8 @@
 
 The lanes of a warp go in lock step, those at the lowest place first, so that lanes that branched apart meet where the code
 does.  Warps take random turns of random length.  Memory is what the test gave, nothing else; registers and shared memory start
-with garbage.  The kernel before ends when nothing can go on without it.  It knows the instructions that
-`tests/test_cute_markov_chain.py` and `tests/test_attention_list.py` need.
+with garbage.  The kernel before ends when nothing can go on without it.  It knows the instructions that those tests need which
+import it.  fma rounds twice, from float64, and powers of two are numpy's.
 """
 
 import random
@@ -15,7 +15,7 @@ import torch
 
 WARP = 32
 OUTSIDE = 1 << 40  # the place of a lane that has ended
-SIGNED = {"s16": np.int16, "s32": np.int32, "s64": np.int64, "f32": np.float32}
+SIGNED = {"s8": np.int8, "s16": np.int16, "s32": np.int32, "s64": np.int64, "f16": np.float16, "f32": np.float32}
 UNSIGNED = {f"{letter}{bits}": np.dtype(f"u{bits // 8}").type for letter in "ub" for bits in (16, 32, 64)}
 TYPES = SIGNED | UNSIGNED
 WIDER = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}
@@ -23,12 +23,17 @@ COMPARISONS = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_
 BINARY = {
     "add": np.add,
     "sub": np.subtract,
+    "mul": np.multiply,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "min": np.minimum,
     "max": np.maximum,
 }
+
+
+def fma(a, b, c) -> np.ndarray:
+    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
 
 
 class Memory:
@@ -54,11 +59,14 @@ class Memory:
 
 
 class Program:
-    """The instructions of a module's one kernel: (guard, names, operands); where labels point to; shared memory's layout."""
+    """The instructions of a module's one kernel: (guard, names, operands); where labels point to; shared memory's layout, with
+    so many bytes that the launch gives it."""
 
-    def __init__(self, ptx: str):
+    def __init__(self, ptx: str, dynamic: int):
         start = ptx.index("\n{\n")
-        self.code, self.labels, self.shared, self.shared_size = [], {}, {}, 0
+        self.code, self.labels, self.shared, self.shared_size = [], {}, {}, dynamic
+        for name in re.findall(r"\.extern \.shared .* (\w+)\[\];", ptx):
+            self.shared[name] = 0
         for line in (line.split("//")[0].strip() for line in ptx[start + 3 : ptx.rindex("}")].split("\n")):
             if found := re.match(r"\.shared \.align (\d+) \.\w(\d+) ([\w$]+)(?:\[(\d+)\])?;", line):
                 align, bits, name, count = int(found[1]), int(found[2]), found[3], int(found[4] or 1)
@@ -92,22 +100,28 @@ class Warp:
 
 
 class Cta:
-    def __init__(self, index: int, warps: int, shared_size: int):
-        self.index, self.shared = index, np.full(max(shared_size, 1), 0xAB, np.uint8)
+    """index: x, y, z."""
+
+    def __init__(self, index: tuple[int, int, int], warps: int, shared_size: int):
+        self.index, self.shared = index, np.full(max(shared_size, 1), 0xFF, np.uint8)  # NaN
         self.warps = [Warp(self, warp) for warp in range(warps)]
 
 
 class Machine:
-    """All CTAs of one launch.  arguments: the kernel's parameters in order, addresses and integers; dtype: of the matrices;
-    end_before: the last that the kernel before does."""
+    """All CTAs of one launch.  arguments: the kernel's parameters in order, addresses and integers; ctas: how many, or in x and
+    y; dtype: of the matrices; end_before: the last that the kernel before does; shared: bytes of dynamic shared memory; early:
+    the next kernel may begin before the one before has ended; only: the CTAs, (x, y), that are there."""
 
     def __init__(
-        self, ptx: str, memory: Memory, arguments: list[int], ctas: int, warps: int, dtype: torch.dtype, seed: int,
-        end_before: Callable[[], None],
+        self, ptx: str, memory: Memory, arguments: list[int], ctas: int | tuple[int, int], warps: int, dtype: torch.dtype,
+        seed: int, end_before: Callable[[], None], *, shared: int = 0, early: bool = False,
+        only: list[tuple[int, int]] | None = None,
     ):  # fmt: skip
-        self._program, self._memory, self._arguments, self._dtype = Program(ptx), memory, arguments, dtype
-        self._random, self._end_before, self._alone = random.Random(seed), end_before, False
-        self._warps = [w for i in range(ctas) for w in Cta(i, warps, self._program.shared_size).warps]
+        self._program, self._memory, self._arguments, self._dtype = Program(ptx, shared), memory, arguments, dtype
+        self._random, self._end_before, self._alone, self._early = random.Random(seed), end_before, False, early
+        width, height = (ctas, 1) if isinstance(ctas, int) else ctas
+        self._grid, places = (width, height, 1), only or [(x, y) for y in range(height) for x in range(width)]
+        self._warps = [w for x, y in places for w in Cta((x, y, 0), warps, self._program.shared_size).warps]
 
     def run(self, limit: int = 1_000_000) -> None:
         """Raises AssertionError where not all warps have ended after `limit` instructions."""
@@ -144,14 +158,17 @@ class Machine:
             warp.place[taken] = self._program.labels[operands[0]]
         elif name == "ret":
             warp.place[taken] = OUTSIDE
-        elif name == "bar":
+        elif name == "bar" and names[1] != "warp":
             assert taken.all(), "lanes are missing at a barrier"
             warp.waits = True
         elif name == "griddepcontrol":
-            assert self._alone or names[1] == "wait", "the next kernel may begin before the one before has ended"
-            warp.waits_for_kernel = not self._alone
+            waits = names[1] == "wait"
+            assert self._alone or self._early or waits, "the next kernel may begin before the one before has ended"
+            warp.waits_for_kernel = waits and not self._alone
         elif name in ("ld", "st", "prefetch"):
             self._access(warp, names, operands, taken)
+        elif name in ("bar", "cp"):
+            self._copy(warp, names, operands, taken)
         elif name in ("redux", "vote", "shfl", "mma"):
             assert taken.all(), f"lanes are missing at {name}"
             getattr(self, f"_{name}")(warp, names, operands)
@@ -164,7 +181,9 @@ class Machine:
         elif operand.startswith("%tid"):
             bits = np.arange(WARP, dtype=np.uint64) + np.uint64(WARP * warp.index)
         elif operand.startswith("%ctaid"):
-            bits = np.full(WARP, warp.cta.index, np.uint64)
+            bits = np.full(WARP, warp.cta.index["xyz".index(operand[-1])], np.uint64)
+        elif operand.startswith("%nctaid"):
+            bits = np.full(WARP, self._grid["xyz".index(operand[-1])], np.uint64)
         elif operand.startswith("%"):
             bits = warp.register(operand)
         elif operand in self._program.shared:
@@ -183,7 +202,12 @@ class Machine:
     def _compute(self, warp: Warp, names: list[str], operands: list[str], lanes) -> None:
         name, kind, into = names[0], names[-1], operands[0]
         if name == "mov" and any(operand.startswith("{") for operand in operands):
-            self._pair(warp, operands, lanes)
+            self._pair(warp, int(kind[1:]), operands, lanes)
+            return
+        if "f16x2" in names:
+            with np.errstate(all="ignore"):
+                high, low = (self._read(warp, operand, "f32").astype(np.float16).view(np.uint16) for operand in operands[1:])
+            self._write(warp, into, low | high.astype(np.uint32) << np.uint32(16), lanes)
             return
         kinds = [kind] * (len(operands) - 1)
         if name in ("shl", "shr"):
@@ -198,6 +222,12 @@ class Machine:
                 result = values[0].astype(TYPES[names[-2]])
             elif name == "neg":
                 result = np.negative(values[0])
+            elif name == "ex2":
+                result = np.exp2(values[0])
+            elif name == "rcp":
+                result = np.float32(1) / values[0]
+            elif name == "fma":
+                result = fma(*values)
             elif name == "popc":
                 result = np.array([int(value).bit_count() for value in values[0]], np.uint32)
             elif name in ("div", "rem"):  # towards zero
@@ -223,16 +253,28 @@ class Machine:
                 result = BINARY[name](*values)
         self._write(warp, into, result, lanes)
 
-    def _pair(self, warp: Warp, operands: list[str], lanes) -> None:
-        """mov.b64 between a register and two of half its width."""
-        halves = [re.findall(r"[%\w]+", operand) for operand in operands]
+    def _pair(self, warp: Warp, bits: int, operands: list[str], lanes) -> None:
+        """mov between a register of so many bits and two of half its width."""
+        names, half = [re.findall(r"[%\w]+", operand) for operand in operands], bits // 2
         if operands[0].startswith("{"):
-            both = self._read(warp, operands[1], "b64")
-            for name, shift in zip(halves[0], (0, 32), strict=True):
-                self._write(warp, name, (both >> np.uint64(shift)).astype(np.uint32), lanes)
+            both = self._read(warp, operands[1], f"b{bits}").astype(np.uint64)
+            for name, shift in zip(names[0], (0, half), strict=True):
+                self._write(warp, name, (both >> np.uint64(shift)).astype(f"u{half // 8}"), lanes)
         else:
-            low, high = (self._read(warp, name, "b32").astype(np.uint64) for name in halves[1])
-            self._write(warp, operands[0], low | high << np.uint64(32), lanes)
+            low, high = (self._read(warp, name, f"b{half}").astype(np.uint64) for name in names[1])
+            self._write(warp, operands[0], low | high << np.uint64(half), lanes)
+
+    def _copy(self, warp: Warp, names: list[str], operands: list[str], lanes) -> None:
+        """cp.async, done at once; and what a warp that goes in lock step need not wait for."""
+        if "global" not in names:
+            assert names[:2] in (["bar", "warp"], ["cp", "async"]), names
+            return
+        (into, to), (source, at) = (re.match(r"\[(%\w+)(?:\+(-?\d+))?\]", operand).groups() for operand in operands[:2])
+        places = self._read(warp, into, "u32").astype(np.int64) + int(to or 0)
+        addresses, size = self._read(warp, source, "u64").astype(np.int64) + int(at or 0), int(operands[2])
+        for lane in np.flatnonzero(lanes):
+            assert 0 <= places[lane] <= warp.cta.shared.size - size and places[lane] % size == 0
+            warp.cta.shared[places[lane] : places[lane] + size] = self._memory.at(int(addresses[lane]), size)
 
     def _access(self, warp: Warp, names: list[str], operands: list[str], lanes) -> None:
         stores, size = names[0] == "st", TYPES.get(names[-1], np.uint64)().itemsize
@@ -273,10 +315,11 @@ class Machine:
 
     def _shfl(self, warp: Warp, names: list[str], operands: list[str]) -> None:
         """Within a whole warp."""
-        assert names[2] in ("up", "idx"), names
+        assert names[2] in ("up", "idx", "bfly"), names
         values, lanes = self._read(warp, operands[1], names[-1]), np.arange(WARP)
         distance = self._read(warp, operands[2], "u32").astype(np.int64)
-        source = distance % WARP if names[2] == "idx" else np.where(lanes >= distance, lanes - distance, lanes)
+        sources = {"idx": distance % WARP, "bfly": lanes ^ distance, "up": np.where(lanes >= distance, lanes - distance, lanes)}
+        source = sources[names[2]]
         self._write(warp, operands[0], values[source], slice(None))
 
     def _mma(self, warp: Warp, names: list[str], operands: list[str]) -> None:

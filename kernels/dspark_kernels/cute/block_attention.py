@@ -2,8 +2,8 @@
 
 Two kernels.  In the first (`block_attention_kernel`) each CTA, or two together, takes an equal share of all key tiles and
 writes what it has of each request and tile of query rows to a workspace.  The second adds these parts up
-(`block_attention_merge`), and multiplies the sums by each head's matrix if there are some (`block_attention_values`, for many
-requests `block_attention_heads`).
+(`block_attention_merge`, where there are many `block_attention_warps`), and multiplies the sums by each head's matrix if there
+are some (`block_attention_values`, `block_attention_heads`).
 """
 
 from dataclasses import dataclass, replace

@@ -144,10 +144,9 @@ def _weigh(shared, at: Rows, facts: cutlass.Constexpr):
                 own[0] = scaled
                 if cutlass.const_expr(2 * warps >= LANES):
                     sums[2 * i + r] += weight
-                else:  # it comes twice in a round: half of these lanes have the parts behind those of the others
-                    other, first = cute.arch.shuffle_sync_bfly(weight, LANES // 2), at.lane < LANES // 2
-                    sums[r] += weight if first else other
-                    sums[r] += other if first else weight
+                else:  # it comes twice in a round: the upper lanes have the parts behind those of the lower, which sum both
+                    sums[r] += weight
+                    sums[r] += cute.arch.shuffle_sync_bfly(weight, LANES // 2)
     for i in cutlass.range_constexpr(apart):
         for r in cutlass.range_constexpr(2):
             pair = sums[2 * i + r] + cute.arch.shuffle_sync_bfly(sums[2 * i + r], 1)
