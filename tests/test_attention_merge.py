@@ -128,12 +128,18 @@ def run(ptx: str, build: str, tiles: list[int], seed: int, only: list[tuple[int,
             first += count
     others = np.setdiff1d(np.arange(len(values)), used)
     values[others], statistics[others] = np.nan, np.nan
-    memory = Memory()
-    at = [memory.add(array) for array in (lens, lens, in_vectors(values), statistics, out)]
+    made, memory = (in_vectors(values), statistics), Memory()
+    left = tuple(np.full_like(array, np.nan) for array in made)  # until the attention ends
+
+    def end_attention() -> None:
+        for to, array in zip(left, made, strict=True):
+            to[:] = array
+
+    at = [memory.add(array) for array in (lens, lens, *left, out)]
     arguments = [0, 0, 0, at[0], at[1], len(tiles), 2**31 - 1, *at[2:]]
     grid = (len(tiles) * row_tiles, 4 if many else latent // 4)
     form = {"shared": SHARED, "early": True, "only": only}
-    Machine(ptx, memory, arguments, grid, 8 if many else warps, torch.float16, seed, lambda: None, **form).run(10_000_000)
+    Machine(ptx, memory, arguments, grid, 8 if many else warps, torch.float16, seed, end_attention, **form).run(10_000_000)
     return np.stack([out, wanted[:, :queries]])
 
 
