@@ -2,13 +2,14 @@
 contract."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cute_kit import run_compiling
+from cute_kit import run_compiling, stack_bytes
 from ptx_kit import Machine, Memory, fma
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
@@ -22,18 +23,19 @@ BUILDS = {  # heads, latents, many, spread
     "plain": (8, 128, False, False), "plain, 32 heads": (32, 128, False, False),
 }  # fmt: skip
 PROGRAM = r"""
-import json, sys
+import base64, json, sys
 import torch
 sys.path.insert(0, sys.argv[2])
 from merge_kernels import compile_merge
 from dspark_kernels.cute.block_attention_facts import Facts
 
-ctas, rows = map(int, sys.argv[3:])
+builds, ctas, rows, dtype = json.loads(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]), getattr(torch, sys.argv[5])
 
-def facts(heads, latent, many, spread):
-    return Facts(torch.float16, latent, latent + 64, rows, heads, 32, False, ctas, many=many, spread=spread)
+def code(heads, latent, many, spread):
+    built = compile_merge(Facts(dtype, latent, latent + 64, rows, heads, 32, False, ctas, many=many, spread=spread))
+    return built.__ptx__, base64.b64encode(built.__cubin__).decode()
 
-print(json.dumps({name: compile_merge(facts(*numbers)) for name, numbers in json.loads(sys.argv[1]).items()}))
+print(json.dumps([code(*numbers) for numbers in builds]))
 """
 # Key tiles of each request; as there is a CTA for each tile of keys and of query rows, each makes a part.
 FEW = {"one part": [1, 1, 1, 1], "a turn of 16": [16, 15, 1, 0], "one more": [17, 0, 12, 5], "two turns": [33, 4, 2, 1]}
@@ -43,13 +45,24 @@ OF_HEADS = {
 }
 
 
+def compile_merges(builds: list[tuple], ctas: int, dtype: str, folder: Path) -> list[tuple[str, str]]:
+    """PTX and machine code of each."""
+    done = run_compiling(PROGRAM, folder, json.dumps(builds), str(ROOT / "tests"), str(ctas), str(ROWS), dtype)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, str]:
     """PTX by build."""
-    arguments = json.dumps(BUILDS), str(ROOT / "tests"), str(CTAS), str(ROWS)
-    done = run_compiling(PROGRAM, tmp_path_factory.mktemp("dump"), *arguments)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    merges = compile_merges(list(BUILDS.values()), CTAS, "float16", tmp_path_factory.mktemp("dump"))
+    return {name: ptx for name, (ptx, _) in zip(BUILDS, merges, strict=True)}
+
+
+def test_registers_suffice_at_k3s_sizes(tmp_path):
+    builds = list(itertools.product((8, 16, 64), (512,), (True,), (False, True)))
+    for _, code in compile_merges(builds, 132, "bfloat16", tmp_path):
+        assert stack_bytes(code, tmp_path) == [0]
 
 
 def draw_parts(latent: int, places: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,24 +13,25 @@ from kernel_kit import watched_memory
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed")
 
 PROGRAM = r"""
-import base64, json, re
+import base64, json, re, sys
 from collections import Counter
 import torch
 from dspark_kernels.cute.block_attention import Facts, compile_block_attention
 
-results = []
-for facts in (
+few = (
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132),
     Facts(torch.bfloat16, 256, 320, 1, 1, 16, True, 132, slotted=True, fetch_queries=False),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, value_width=128, group_rows=4, one_request=True),
     Facts(torch.float16, 256, 320, 9, 24, 32, True, 132, value_width=72, value_chunks=False),
     Facts(torch.bfloat16, 512, 576, 7, 64, 16, False, 132),
-    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, slotted=True, value_width=128, many=True),
     Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, fetch_queries=False),
+)
+many = (
+    Facts(torch.bfloat16, 512, 576, 7, 8, 32, False, 132, slotted=True, value_width=128, many=True),
     Facts(torch.bfloat16, 384, 448, 7, 8, 32, False, 132, many=True),
-    Facts(torch.bfloat16, 512, 576, 7, 64, 32, False, 132, many=True, spread=True, one_request=True),
-    Facts(torch.bfloat16, 512, 576, 7, 64, 32, False, 132, many=True),
-):
+)
+results = []
+for facts in {"few": few, "many": many}[sys.argv[1]]:
     compiled = compile_block_attention(facts, "sm_90a")
     machine_code, ptx = compiled.__cubin__, compiled.__ptx__
     results.append(
@@ -53,20 +54,26 @@ print(json.dumps(results))
 """
 
 
-def test_compiles_to_wgmma_and_tma(tmp_path):
-    done = run_compiling(PROGRAM, tmp_path)
+# One tile in flight: each warpgroup has half of a tile's keys, and both have one build.  Two: a build for each, with a pair's
+# first tile apart; the values behind the scores, and those of the other's tiles, in the loop and behind it.
+ONE_TILE = [{32: 36, 256: 4, 128: 4}, {32: 20, 128: 4, 64: 4}]
+TWO_TILES = [{64: 4 * 36, 256: 8 * 4}, {64: 4 * 20, 128: 8 * 4}]
+# Products of a tile; boxes; of the merge's product, tiles of eight columns that a warp has, of 64 latents or of all, which no
+# other adds up; what it sends to other CTAs, and fetches.
+COMPILED = {
+    "few": [
+        (ONE_TILE[0], 4, 0, 0, 0), (ONE_TILE[1], 4, 0, 0, 0), (ONE_TILE[0], 4, 1, 1, 2), (TWO_TILES[1], 8, 3, 3, 0),
+        (TWO_TILES[0], 14, 0, 0, 0), (ONE_TILE[0], 2, 0, 0, 0),
+    ],
+    "many": [(ONE_TILE[0], 4, 8, 0, 16), ({32: 28, 192: 4}, 4, 0, 0, 2)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("builds", COMPILED)
+def test_compiles_to_wgmma_and_tma(builds, tmp_path):
+    done = run_compiling(PROGRAM, tmp_path, builds)
     assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
-    # One tile in flight: each warpgroup has half of a tile's keys, and both have one build.  Two: a build for each, with a
-    # pair's first tile apart; the values behind the scores, and those of the other's tiles, in the loop and behind it.
-    one = [{32: 36, 256: 4, 128: 4}, {32: 20, 128: 4, 64: 4}]
-    two = [{64: 4 * 36, 256: 8 * 4}, {64: 4 * 20, 128: 8 * 4}]
-    # The product: four steps for each eight columns that a warp has, of 64 latents or of all, which nobody else adds up.
-    wanted = (
-        (one[0], 4, 0, 0, 0), (one[1], 4, 0, 0, 0), (one[0], 4, 1, 1, 2), (two[1], 8, 3, 3, 0), (two[0], 14, 0, 0, 0),
-        (one[0], 4, 8, 0, 16), (one[0], 2, 0, 0, 0), ({32: 28, 192: 4}, 4, 0, 0, 2),
-        (two[0], 8, 0, 0, 2), (two[0], 8, 0, 0, 2),
-    )  # fmt: skip
+    results, wanted = json.loads(done.stdout.splitlines()[-1]), COMPILED[builds]
     for result, (products, boxes, tiles, sends, fetches) in zip(results, wanted, strict=True):
         assert (result["magic"], result["machine"], result["target"]) == (ELF, CUDA, "sm_90a")
         assert result["wgmma"] == {str(columns): count for columns, count in products.items()}

@@ -412,6 +412,13 @@ MUTANTS = (
         needs="cutlass",
     ),
     Mutant(
+        "warps_read_before_the_attention_has_ended", "kernels/dspark_kernels/cute/block_attention_warps.py",
+        "    cute.arch.griddepcontrol_wait()  # nothing above reads what the attention writes\n",
+        "",
+        "test_attention_merge.py::test_a_warp_adds_up_all_parts_in_the_contracts_order[by warps, spread: one part]",
+        needs="cutlass",
+    ),
+    Mutant(
         "warps_weigh_parts_that_are_none", "kernels/dspark_kernels/cute/block_attention_warps.py",
         "cutlass.Float32(0.0), cutlass.Float32(0.0)",
         "cutlass.Float32(0.0), cutlass.Float32(1.0)",
@@ -443,7 +450,7 @@ MUTANTS = (
         "products_of_scores_wait_for_one_another", "kernels/dspark_kernels/cute/block_attention_device.py",
         "            warpgroup.fence()  # here",
         "            warpgroup.fence() if k == 0 else None  # here",
-        "test_cute_block_attention.py::test_compiles_to_wgmma_and_tma",
+        "test_cute_block_attention.py::test_compiles_to_wgmma_and_tma[many]",
         needs="cutlass",
     ),
     Mutant(
